@@ -1,6 +1,7 @@
 """Sampling parameters of a request. The names are vLLM's where the meaning is the same."""
 
 import enum
+import math
 from typing import Annotated
 
 import msgspec
@@ -75,39 +76,11 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
 
     def __post_init__(self) -> None:
         """Check the values, in the frontend that makes the parameters and in every process that decodes them."""
-        if not 1 <= self.max_tokens < 2**31:
-            raise ValueError(f"max_tokens must be at least 1 and below 2**31, got {self.max_tokens}")
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:  # false for NaN, as are the next two
-            raise ValueError(f"temperature must lie between 0 and {MAX_TEMPERATURE}, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie between 0 and 1, got {self.min_p}")
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be at least 0 (all tokens) and below 2**31, got {self.top_k}")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be at least 0 and below 2**64, got {self.seed}")
-        if not 0 <= self.min_tokens < 2**31:
-            raise ValueError(f"min_tokens must be at least 0 and below 2**31, got {self.min_tokens}")
+        for name, least, most, text in _BOUNDS:
+            if (value := getattr(self, name)) is not None and not least <= value <= most:  # false for NaN
+                raise ValueError(f"{name} must {text}, got {value}")
         if max(len(self.eos_token_ids), len(self.stop_token_ids)) > MAX_END_TOKENS:
             raise ValueError(f"at most {MAX_END_TOKENS} stop_token_ids are allowed")
-        self._check_penalties()
-        self._check_lists()
-        for name in ("logprobs", "prompt_logprobs"):
-            number = getattr(self, name)
-            if number is not None and not 0 <= number <= MAX_LOGPROBS:
-                raise ValueError(f"{name} must lie between 0 and {MAX_LOGPROBS}, got {number}")
-
-    def _check_penalties(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            penalty = getattr(self, name)
-            if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
-                raise ValueError(f"{name} must lie between -{MAX_PENALTY} and {MAX_PENALTY}, got {penalty}")
-        if not 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
-            text = f"repetition_penalty must be above 0 and at most {MAX_REPETITION_PENALTY}"
-            raise ValueError(f"{text}, got {self.repetition_penalty}")
-
-    def _check_lists(self) -> None:
         if len(self.logit_bias) > MAX_BIASED:
             raise ValueError(f"logit_bias may name at most {MAX_BIASED} tokens")
         if any(not -MAX_BIAS <= bias <= MAX_BIAS for _, bias in self.logit_bias):
@@ -125,6 +98,24 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     def penalizes(self) -> bool:
         """True if penalties make the logits depend on earlier tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+_ABOVE_0 = math.ulp(0.0)
+_BOUNDS: tuple[tuple[str, float, float, str], ...] = (
+    ("max_tokens", 1, 2**31 - 1, "be at least 1 and below 2**31"),
+    ("temperature", 0, MAX_TEMPERATURE, f"lie between 0 and {MAX_TEMPERATURE}"),
+    ("top_p", _ABOVE_0, 1, "be above 0 and at most 1"),
+    ("min_p", 0, 1, "lie between 0 and 1"),
+    ("top_k", 0, 2**31 - 1, "be at least 0 (all tokens) and below 2**31"),
+    ("seed", 0, 2**64 - 1, "be at least 0 and below 2**64"),
+    ("min_tokens", 0, 2**31 - 1, "be at least 0 and below 2**31"),
+    ("presence_penalty", -MAX_PENALTY, MAX_PENALTY, f"lie between -{MAX_PENALTY} and {MAX_PENALTY}"),
+    ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY, f"lie between -{MAX_PENALTY} and {MAX_PENALTY}"),
+    ("repetition_penalty", _ABOVE_0, MAX_REPETITION_PENALTY, f"be above 0 and at most {MAX_REPETITION_PENALTY}"),
+    ("logprobs", 0, MAX_LOGPROBS, f"lie between 0 and {MAX_LOGPROBS}"),
+    ("prompt_logprobs", 0, MAX_LOGPROBS, f"lie between 0 and {MAX_LOGPROBS}"),
+)
+"""Fields with their least and greatest values, and what an error says that a value must do."""
 
 
 class GrammarKind(enum.IntEnum):

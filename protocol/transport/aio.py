@@ -93,11 +93,6 @@ class AsyncClient:
                 raise
             raise Expelled(str(error)) from None
 
-    @property
-    def fds(self) -> tuple[int, int]:
-        """File descriptors that the loop watches while `read` runs."""
-        return self._client.fds
-
     def close(self) -> None:
         """Close the sockets. `read` must have ended."""
         self._client.close()

@@ -1,4 +1,4 @@
-"""Errors of a connection between services. The package's docstring lists them all."""
+"""Errors of a connection between services, beside `ProtocolError` (protocol.codec)."""
 
 
 class PeerGone(Exception):
@@ -14,7 +14,8 @@ class HandshakeRefused(Exception):
 
 
 class Expelled(Exception):
-    """The other side has ended a connection that it had accepted, for a message that it could not read."""
+    """The other side has ended a connection that it had accepted, for a message that it could not read. Only
+    `protocol.transport.aio` distinguishes it from `HandshakeRefused`."""
 
 
 class HandshakeTimeout(Exception):

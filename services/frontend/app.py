@@ -12,20 +12,11 @@ from starlette.routing import Match, Route
 
 from services.config import FrontendConfig
 from services.frontend.anthropic import endpoints as anthropic
-from services.frontend.context import AppContext
-from services.frontend.engine.client import EngineClient
-from services.frontend.engine.replan import Replans
 from services.frontend.errors import APIError, error_response, internal_error, invalid
-from services.frontend.metrics import Metrics
-from services.frontend.model import ServedModel
 from services.frontend.openai import endpoints as openai
 from services.frontend.openai import scores, tokenize
-from services.frontend.openai.answering import Answering, TraceExport
-from services.frontend.openai.parameters.body import BodyParser
 from services.frontend.openapi import DocumentedApp
-from services.frontend.request_log import EndedRequestLog
 from services.frontend.responses_api import endpoints as responses_api
-from services.frontend.responses_api.files import ResponseFiles
 from services.frontend.routes import admin, cache, information, models, probes
 from services.frontend.steps import endpoints as steps
 
@@ -40,36 +31,13 @@ MAX_QUOTED = 100
 
 
 def with_routes(config: FrontendConfig, page: Mapping[str, Response] | None = None) -> FastAPI:
-    """Return the application without the objects that its handlers use."""
+    """Return the application. Its handlers need an `AppContext` as `state.context`."""
     app = DocumentedApp(closed=config.unknown_parameters == "refuse")
     for module in (*MODULES, *ADMIN) if config.enable_admin_routes else MODULES:
         app.include_router(module.router)
     for path, file in (page or {}).items():
         app.router.routes.append(Route(path, file, methods=["GET"], include_in_schema=False))
     _add_errors(app)
-    return app
-
-
-def build(
-    config: FrontendConfig,
-    model: ServedModel,
-    engine: EngineClient,
-    metrics: Metrics,
-    request_log: EndedRequestLog,
-    responses: ResponseFiles | None = None,
-    export_trace: TraceExport | None = None,
-    page: Mapping[str, Response] | None = None,
-) -> FastAPI:
-    app = with_routes(config, page)
-    app.state.context = AppContext(
-        engine,
-        model,
-        metrics,
-        Answering(engine, model, metrics, request_log, export_trace, config.stream_interval),
-        BodyParser(config.unknown_parameters),
-        Replans(engine, config.control_socket),
-        responses,
-    )
     return app
 
 

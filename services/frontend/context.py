@@ -1,6 +1,5 @@
 """Objects that the handlers of all routes share, as a dependency of FastAPI."""
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from services.frontend.engine.replan import Replans
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.openai.answering import Answering
+from services.frontend.openai.answers.event_stream import EventStream
 from services.frontend.openai.parameters.body import BodyParser
 from services.frontend.responses_api.files import ResponseFiles
 
@@ -30,8 +30,6 @@ class AppContext:
     replans: Replans
     responses: ResponseFiles | None
     """None, if responses are not kept."""
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Requests that go on without a connection."""
     started: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
 
@@ -46,10 +44,20 @@ Handler = Callable[[HTTPRequest, AppContext], Coroutine[Any, Any, Response]]
 
 
 def recorded(handler: Handler) -> Handler:
-    """Decorate a route that submits requests to the engine: the end of each request is recorded."""
+    """Decorate a route that submits requests to the engine: the end of each request is recorded in the metrics and the
+    log. A stream or a detached request records its own."""
 
     @wraps(handler)
     async def record(http: HTTPRequest, context: AppContext) -> Response:
-        return await context.answering.recorded(http, handler(http, context))
+        answering = context.answering
+        answering.begin_record(http)
+        try:
+            response = await handler(http, context)
+        except Exception as error:
+            answering.record_failure(http, error)
+            raise
+        if not isinstance(response, EventStream) and not http.state.summary.is_detached:
+            answering.record_end(http, None)
+        return response
 
     return record

@@ -1,7 +1,7 @@
 """Errors for clients, with OpenAI's body; below /v1/messages with Anthropic's."""
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -48,27 +48,22 @@ class AnthropicErrorResponse(TypedDict):
     request_id: str
 
 
+@dataclass(eq=False)
 class APIError(Exception):
     """Ends one request with a status and a message for the client."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: float = 0.0,
-        logged: str | None = None,
-    ) -> None:
-        """`retry_after`: seconds after which the request may be served, for 429 and 503. `logged`: message for the log
-        and for traces, which never have text of a request; None: `message` has none."""
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.logged = message if logged is None else logged
-        self.param = param
-        self.code = code
-        self._retry_after = retry_after
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float = 0.0
+    """Seconds after which the request may be served, for 429 and 503."""
+    logged: str = ""
+    """Message for the log and for traces, which never have text of a request; "": `message`, as it has none."""
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+        self.logged = self.logged or self.message
 
     def body(self) -> ErrorResponse:
         kind = _TYPES.get(self.status, "internal_server_error" if self.status >= 500 else "invalid_request_error")
@@ -81,7 +76,7 @@ class APIError(Exception):
     def headers(self) -> dict[str, str] | None:
         if self.status not in (429, 503):
             return None
-        return {"retry-after": str(max(1, math.ceil(self._retry_after)))}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after)))}
 
 
 def anthropic_body(error: APIError, request_id: str) -> AnthropicErrorResponse:
@@ -97,7 +92,7 @@ def error_response(error: APIError, path: str, request_id: str) -> Response:
     return Response(content, error.status, error.headers, "application/json")
 
 
-def invalid(message: str, param: str | None = None, logged: str | None = None) -> APIError:
+def invalid(message: str, param: str | None = None, logged: str = "") -> APIError:
     """`logged`: message for the log, if `message` quotes the request."""
     return APIError(400, message, param, logged=logged)
 
@@ -105,9 +100,3 @@ def invalid(message: str, param: str | None = None, logged: str | None = None) -
 def internal_error() -> APIError:
     """Return the end of a request that met a bug. The caller logs the traceback."""
     return APIError(500, "an internal error occurred; the log has its details")
-
-
-def no_such_model(name: str, names: Sequence[str]) -> APIError:
-    """`names`: those of the models that are served."""
-    message = f"the model {name!r:.200} does not exist; this server has {', '.join(names)}"
-    return APIError(404, message, "model", "model_not_found", logged="the model does not exist")

@@ -8,7 +8,7 @@ are not followed, proxies of the environment are not used.
 import asyncio
 import ssl
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
@@ -43,20 +43,8 @@ def is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast
 
 
-class _Room:
-    """Bytes that the files of one request may still have."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = self._left = limit
-
-    def take(self, size: int) -> None:
-        """Raises: APIError"""
-        self._left -= size
-        if self._left < 0:
-            raise invalid(
-                f"the files at addresses have more than {self._limit} bytes together; --max-body-bytes is the limit",
-                "messages",
-            )
+Take = Callable[[int], None]
+"""Counts bytes of the files of one request. Raises: APIError, if they are too many"""
 
 
 class MediaFetcher:
@@ -96,10 +84,18 @@ class MediaFetcher:
 
     async def fetch(self, urls: Mapping[str, str]) -> dict[str, bytes]:
         """Return the files of one request by their names. Equal addresses are fetched once. Raises: APIError"""
-        room, tasks = _Room(self._max_bytes), dict[str, asyncio.Task[bytes]]()
+        left, tasks = self._max_bytes, dict[str, asyncio.Task[bytes]]()
+
+        def take(size: int) -> None:
+            nonlocal left
+            left -= size
+            if left < 0:
+                limit = f"more than {self._max_bytes} bytes together; --max-body-bytes is the limit"
+                raise invalid(f"the files at addresses have {limit}", "messages")
+
         for name, url in urls.items():
             if url not in tasks:
-                tasks[url] = asyncio.create_task(self._fetch(self.checked(url, name), name, room))
+                tasks[url] = asyncio.create_task(self._fetch(self.checked(url, name), name, take))
         try:
             await asyncio.gather(*tasks.values())
         finally:
@@ -107,7 +103,7 @@ class MediaFetcher:
                 task.cancel()
         return {name: tasks[url].result() for name, url in urls.items()}
 
-    async def _fetch(self, url: httpx.URL, name: str, room: _Room) -> bytes:
+    async def _fetch(self, url: httpx.URL, name: str, take: Take) -> bytes:
         """Raises: APIError"""
         host = url.raw_host.decode()
         if self._open[host] >= MAX_OPEN:
@@ -115,7 +111,7 @@ class MediaFetcher:
         self._open[host] += 1
         try:
             async with asyncio.timeout(FETCH_SECONDS):
-                return await self._read(url, host, name, room)
+                return await self._read(url, host, name, take)
         except (TimeoutError, httpx.TimeoutException):
             reason = f"{name} could not be fetched within {FETCH_SECONDS:g} s"
         except (httpx.HTTPError, OSError, UnicodeError):
@@ -124,7 +120,7 @@ class MediaFetcher:
             self._open[host] -= 1
         raise invalid(reason, "messages")
 
-    async def _read(self, url: httpx.URL, host: str, name: str, room: _Room) -> bytes:
+    async def _read(self, url: httpx.URL, host: str, name: str, take: Take) -> bytes:
         """Raises: APIError, httpx.HTTPError, OSError"""
         addresses = await self._resolved(host)
         if not all(map(is_public, addresses)):
@@ -132,12 +128,12 @@ class MediaFetcher:
         failure: Exception = OSError("no address")
         for address in addresses[:MAX_ADDRESSES]:
             try:
-                return await self._read_from(address, url, host, name, room)
+                return await self._read_from(address, url, host, name, take)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failure = error
         raise failure
 
-    async def _read_from(self, address: Address, url: httpx.URL, host: str, name: str, room: _Room) -> bytes:
+    async def _read_from(self, address: Address, url: httpx.URL, host: str, name: str, take: Take) -> bytes:
         """Raises: APIError, httpx.HTTPError"""
         at, headers = url.copy_with(host=str(address), fragment=None), {"host": url.netloc.decode()}
         data = bytearray()
@@ -149,7 +145,7 @@ class MediaFetcher:
                     "messages",
                 )
             async for chunk in answer.aiter_raw():
-                room.take(len(chunk))
+                take(len(chunk))
                 data += chunk
         return bytes(data)
 

@@ -9,7 +9,7 @@ from protocol.sampling import Pooling
 from services.checkpoint import DEMO_MODEL, CheckpointError, is_local, model_name, read_json, resolve
 from services.config import FrontendConfig
 from services.frontend.adapters import Adapters
-from services.frontend.errors import no_such_model
+from services.frontend.errors import APIError
 from services.frontend.openai.parameters.sampling import SamplingDefaults
 from services.frontend.output_formats import OutputFormats
 from services.frontend.templates.chat_template import ChatTemplate, find_template
@@ -50,7 +50,8 @@ class ServedModel:
         """Return the adapter that a request names; None: it names the model. Raises: APIError"""
         adapter = self.adapters.get(name)
         if adapter is None and name is not None and name not in self.names:
-            raise no_such_model(name, self.all_names)
+            message = f"the model {name!r:.200} does not exist; this server has {', '.join(self.all_names)}"
+            raise APIError(404, message, "model", "model_not_found", logged="the model does not exist")
         return adapter
 
     @classmethod

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -16,17 +17,21 @@ import uvloop
 from protocol.transport import HandshakeRefused
 from services.checkpoint import CheckpointError
 from services.config import FrontendConfig
-from services.frontend.app import build
+from services.frontend.app import with_routes
+from services.frontend.context import AppContext
 from services.frontend.engine.addresses import numbered
 from services.frontend.engine.client import EngineClient
 from services.frontend.engine.placement_recording import PlacementRecording
+from services.frontend.engine.replan import Replans
 from services.frontend.errors import APIError
 from services.frontend.http.connection import Connection
 from services.frontend.http.guards import Guards, with_cors
-from services.frontend.http.listener import listen, tls_options
+from services.frontend.http.listener import listen
 from services.frontend.load_log import log_load
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
+from services.frontend.openai.answering import Answering
+from services.frontend.openai.parameters.body import BodyParser
 from services.frontend.page.files import load_page
 from services.frontend.placement import Placement
 from services.frontend.request_log import EndedRequestLog
@@ -82,7 +87,7 @@ class FrontendService:
             StepRing(config.step_ring) if config.step_ring else None,
             Placement(config.placement_policy, seed=os.getpid(), record=recording),
         )
-        self._metrics = Metrics(self.engine, model.names[0])
+        self._metrics = metrics = Metrics(self.engine, model.names[0])
         export_trace = None
         if config.otlp_traces_endpoint is not None:
             from services.frontend.traces import TraceExporter
@@ -93,11 +98,13 @@ class FrontendService:
         page = load_page() if config.ui else {}
         self._request_log = EndedRequestLog()
         self._responses = self._open.enter_context(response_files(config))
-        parts = (self.engine, self._metrics, self._request_log, self._responses, export_trace, page)
-        app = build(config, model, *parts)
-        answering = app.state.context.answering
+        ended = self._request_log, export_trace, config.stream_interval
+        answering = Answering(self.engine, model, metrics, *ended)
         self._open.callback(answering.prompts.close)
-        checks = config.max_body_bytes, frozenset(page), answering.shed, self._metrics.on_response
+        own = BodyParser(config.unknown_parameters), Replans(self.engine, config.control_socket), self._responses
+        app = with_routes(config, page)
+        app.state.context = AppContext(self.engine, model, metrics, answering, *own)
+        checks = config.max_body_bytes, frozenset(page), answering.shed, metrics.on_response
         self.app = with_cors(Guards(app, config, *checks), config)
         """The application behind the checks of every request."""
         self.server = _Server(
@@ -114,7 +121,10 @@ class FrontendService:
                 proxy_headers=False,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                **tls_options(config),
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_ca_certs=config.ssl_ca_certs,
+                ssl_cert_reqs=ssl.CERT_NONE if config.ssl_ca_certs is None else ssl.CERT_REQUIRED,
             )
         )
         self._drain: asyncio.Task[None] | None = None

@@ -29,8 +29,9 @@ def chat_request(body: schemas.CountTokensRequest) -> ChatRequest:
     if system:
         text = system if isinstance(system, str) else "".join(block.text for block in system)
         messages.insert(0, {"role": "system", "content": text})
-    fields: dict[str, Any] = {"messages": messages, "chat_template_kwargs": _variables(body)}
-    fields |= _output(body)
+    thinks = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
+    variables = {**thinks, **(body.chat_template_kwargs or {})}
+    fields: dict[str, Any] = {"messages": messages, "chat_template_kwargs": variables, **_output(body)}
     if messages[-1] == {"role": "assistant", "content": ""}:
         messages.pop()  # the answer begins with nothing
     elif messages[-1]["role"] == "assistant":
@@ -52,13 +53,6 @@ def chat_request(body: schemas.CountTokensRequest) -> ChatRequest:
     if isinstance(body, schemas.MessagesRequest):
         fields |= {**body.sampled_fields(), "max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
     return validated(fields, ChatRequest)
-
-
-def _variables(body: schemas.CountTokensRequest) -> dict[str, Any]:
-    given = body.chat_template_kwargs or {}
-    if body.thinking is None:
-        return given
-    return {"enable_thinking": body.thinking.type != "disabled", **given}
 
 
 def _output(body: schemas.CountTokensRequest) -> dict[str, Any]:

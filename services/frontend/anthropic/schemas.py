@@ -1,6 +1,6 @@
 """Bodies of Anthropic's Messages API. Every field of a request has a bound; unserved ones are refused by name."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
@@ -121,12 +121,16 @@ class OutputConfig(OpenObject):
 
 _KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 """Value that Claude Code sends with `thinking`."""
-_UNSERVED: Neutral = {"container": (), "mcp_servers": ([],), "context_management": ({"edits": []}, _KEEP_ALL)}
 
 
 class CountTokensRequest(BaseRequest):
     """A conversation. Only its prompt is computed."""
 
+    not_served: ClassVar[Neutral] = {
+        "container": (),
+        "mcp_servers": ([],),
+        "context_management": ({"edits": []}, _KEEP_ALL),
+    }
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
     system: fields.Text | Annotated[list[TextBlock], Field(max_length=fields.MAX_PARTS, fail_fast=True)] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] | None = None
@@ -142,7 +146,7 @@ class CountTokensRequest(BaseRequest):
     @classmethod
     def unserved(cls) -> Neutral:
         """Return those of a message: the count of the body of a message is not refused for its other fields."""
-        return {**unserved_by(MessagesRequest), **_UNSERVED}
+        return unserved_by(MessagesRequest)
 
 
 class MessagesRequest(CountTokensRequest, SampledRequest):

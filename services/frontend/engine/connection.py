@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,29 +33,21 @@ DOUBT_SECONDS = 2.0
 and another one is connected to, much later."""
 
 
+@dataclass(eq=False)
 class SchedulerConnection:
-    """Connects, reads, and notices when the connection is lost.
+    """Connects, reads, and notices when the connection is lost."""
 
-    Args:
-        silence: seconds without a message, or without the answer to a sign of life, after which the connection is lost.
-        on_frame: handles a message. It may drop the connection.
-        on_lost: called when the connection is lost. Its argument: the scheduler has ended it for a message that it
-            could not read.
-    """
+    _endpoint: str
+    _security: Security
+    _silence: float
+    """Seconds without a message, or without the answer to a sign of life, after which the connection is lost."""
+    _on_frame: Callable[[bytes], None]
+    """Handles a message. It may drop the connection."""
+    _on_lost: Callable[[bool], None]
+    """Called when the connection is lost. Its argument: the scheduler has ended it for a message that it could not
+    read."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        security: Security,
-        silence: float,
-        on_frame: Callable[[bytes], None],
-        on_lost: Callable[[bool], None],
-    ) -> None:
-        self._endpoint = endpoint
-        self._security = security
-        self._silence = silence
-        self._on_frame = on_frame
-        self._on_lost = on_lost
+    def __post_init__(self) -> None:
         self._client: AsyncClient | None = None
         """None: not connected."""
         self._answers: dict[int, asyncio.Future[Any]] = {}

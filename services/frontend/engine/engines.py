@@ -4,7 +4,7 @@ checked against."""
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from protocol.silence import SIGN_INTERVAL
 from protocol.transport import HandshakeRefused
@@ -22,7 +22,7 @@ REFUSED_PAUSE = 10.0
 """Seconds until an engine that was refused is connected to again. Another one may be in its place then."""
 
 
-class Engines(Mapping[str, ConnectedEngine]):
+class Engines(dict[str, ConnectedEngine]):
     """By name. One that is listed no longer stays until it owns no request.
 
     Args:
@@ -43,10 +43,9 @@ class Engines(Mapping[str, ConnectedEngine]):
         on_change: Callable[[], None],
         on_ahead: Callable[[LoadAhead], None],
     ) -> None:
-        self._on_ahead = on_ahead
+        super().__init__()
         self._make, self._ledger, self._placement = make, ledger, placement
-        self._steps, self._on_change = steps, on_change
-        self._by_name: dict[str, ConnectedEngine] = {}
+        self._steps, self._on_change, self._on_ahead = steps, on_change, on_ahead
         self._connections: dict[str, asyncio.Task[None]] = {}
         self._ended: asyncio.Future[None] | None = None
         """Set while connections are made: ends with the refusal of the only engine, or a bug."""
@@ -54,22 +53,6 @@ class Engines(Mapping[str, ConnectedEngine]):
         """The engine whose sizes hold for new requests."""
         self.identity = ""
         """Identity of the engines that get new requests; "": that of the first one that serves."""
-
-    def __getitem__(self, name: str) -> ConnectedEngine:
-        return self._by_name[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_name)
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    def find(self, name: str) -> ConnectedEngine:
-        """Raises: APIError"""
-        if (engine := self.get(name)) is None:
-            known = ", ".join(self)
-            raise APIError(404, f"there is no engine {name[:100]!r}; the engines are {known}")
-        return engine
 
     async def run(self, check: Callable[[float], None]) -> None:
         """Connect to the engines and read until cancelled. `check` is called regularly with monotonic seconds.
@@ -118,7 +101,7 @@ class Engines(Mapping[str, ConnectedEngine]):
                     known.is_listed = True
                     known.drain(False)
                 continue
-            engine = self._by_name[name] = self._make(address)
+            engine = self[name] = self._make(address)
             if known is not None:  # its requests move, or wait for the scheduler at the other endpoint
                 self._disconnect(known)
                 engine.state = known.state  # it is expected there for as long as at its endpoint of before
@@ -169,7 +152,7 @@ class Engines(Mapping[str, ConnectedEngine]):
         for name, engine in list(self.items()):
             if not engine.is_listed and not self._ledger.owned(name):
                 self._disconnect(engine)
-                del self._by_name[name]
+                del self[name]
                 self._placement.on_engine_removed(name)
                 self._follow_blocks()
                 log.info("engine %s is forgotten: it has no streams", name)
@@ -229,7 +212,8 @@ class Engines(Mapping[str, ConnectedEngine]):
 
         Raises: APIError
         """
-        engine = self.find(name)
+        if (engine := self.get(name)) is None:
+            raise APIError(404, f"there is no engine {name[:100]!r}; the engines are {', '.join(self)}")
         if draining and not any(e.ready for e in self.values() if e is not engine):
             raise APIError(409, f"engine {name} is the only one that serves; start another one first")
         engine.drain(draining)

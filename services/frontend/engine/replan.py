@@ -41,8 +41,8 @@ class Replans:
     def __init__(self, client: EngineClient, control: str | None) -> None:
         self._client, self._control = client, control
         self._running: asyncio.Task[None] | None = None
-        self._begins = False
-        """The supervisor checks settings and starts an engine."""
+        self._beginning = asyncio.Lock()
+        """Held while the supervisor checks settings and starts an engine."""
         self.status: ReplanStatus = {"phase": "none", "engine": "", "detail": ""}
         """The last change."""
 
@@ -55,14 +55,11 @@ class Replans:
 
         Raises: APIError
         """
-        if self._begins or (self._running is not None and not self._running.done()):
+        if self._beginning.locked() or (self._running is not None and not self._running.done()):
             raise APIError(409, "another change of engines is under way; /engines/replan shows it")
         self._client.check_ready()
-        self._begins = True
-        try:
+        async with self._beginning:
             answer = await self._ask({"do": "start", "settings": settings})
-        finally:
-            self._begins = False
         if "error" in answer:
             raise APIError(400, answer["error"])
         name, replaced = answer["engine"], answer["replaces"]

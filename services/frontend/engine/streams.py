@@ -83,9 +83,9 @@ class RequestStream(ABC):
     def add_logprobs(self, logprobs: RawLogprobs) -> None:
         """Store log-probabilities. Those of an output token come before the token is fed."""
 
-    @abstractmethod
     def add_embedding(self, values: bytes) -> None:
-        """Store an embedding, float32[hidden size]."""
+        """Store an embedding, float32[hidden size], which only a request for one has."""
+        self.response.fail(APIError(500, "the engine sent an embedding in place of text"))
 
 
 class Sink(Protocol):

@@ -1,14 +1,12 @@
-"""The listening socket of the HTTP server, and its TLS."""
+"""The listening socket of the HTTP server."""
 
 import contextlib
 import errno
 import logging
 import os
 import socket
-import ssl
-import stat
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 from services.config import HttpConfig
 
@@ -27,8 +25,7 @@ def listen(config: HttpConfig) -> Iterator[socket.socket]:
             yield listener
         finally:
             if config.uds is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(config.uds)
+                Path(config.uds).unlink(missing_ok=True)
 
 
 def _tcp(config: HttpConfig) -> socket.socket:
@@ -47,8 +44,9 @@ def _unix(path: str) -> socket.socket:
     """A socket that nobody listens on any more is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if _is_abandoned(path):
-            os.unlink(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:  # other files refuse connections, too
+            if Path(path).is_socket() and probe.connect_ex(path) == errno.ECONNREFUSED:
+                os.unlink(path)
         listener.bind(path)
         listener.listen(BACKLOG)
     except OSError as error:
@@ -56,27 +54,3 @@ def _unix(path: str) -> socket.socket:
         raise OSError(error.errno, f"cannot listen on {path}: {error.strerror or error}") from None
     log.info("listening on unix:%s", path)
     return listener
-
-
-def _is_abandoned(path: str) -> bool:
-    """Return whether `path` is a socket to which nobody listens. Other files refuse connections, too."""
-    try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return False
-    except FileNotFoundError:
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(path) == errno.ECONNREFUSED
-
-
-def tls_options(config: HttpConfig) -> dict[str, Any]:
-    """Return uvicorn's options; none for plain HTTP."""
-    if config.ssl_certfile is None:
-        return {}
-    required = ssl.CERT_NONE if config.ssl_ca_certs is None else ssl.CERT_REQUIRED
-    return {
-        "ssl_certfile": config.ssl_certfile,
-        "ssl_keyfile": config.ssl_keyfile,
-        "ssl_ca_certs": config.ssl_ca_certs,
-        "ssl_cert_reqs": required,
-    }

@@ -4,7 +4,9 @@ With prometheus_client's own, the locks double the cost of a token.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -58,35 +60,21 @@ class ValueHistogram(Collector):
         yield histogram_family(self._name, self._text, bounds, counts, self._sum, self._labels)
 
 
-class Count:
-    """Value of one combination of labels; add to `value`."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-
+@dataclass(eq=False)
 class Total(Collector):
     """Counter with labels beside those of every metric."""
 
-    def __init__(self, name: str, text: str, more_labels: tuple[str, ...], labels: tuple[str, ...]) -> None:
-        """
-        Args:
-            labels: values of those of every metric; (): this one has none of them.
-        """
-        self._name = name
-        self._text = text
-        self._label_names = (*LABELS[: len(labels)], *more_labels)
-        self._labels = labels
-        self._counts: dict[tuple[str, ...], Count] = {}
-
-    def count(self, *labels: str) -> Count:
-        """Return the count of these labels, which the caller keeps, as searching takes longer than adding."""
-        return self._counts.setdefault(labels, Count())
+    _name: str
+    _text: str
+    _more_labels: tuple[str, ...]
+    _labels: tuple[str, ...]
+    """Values of those of every metric; (): this one has none of them."""
+    counts: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """By values of the other labels."""
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=self._label_names)
-        for labels, count in self._counts.items():
-            family.add_metric((*self._labels, *labels), count.value)
+        names = (*LABELS[: len(self._labels)], *self._more_labels)
+        family = CounterMetricFamily(self._name, self._text, labels=names)
+        for labels, count in self.counts.items():
+            family.add_metric((*self._labels, *labels), count)
         yield family

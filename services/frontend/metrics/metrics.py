@@ -1,6 +1,7 @@
 """Metrics of this frontend's answers and requests."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from http import HTTPMethod
 
@@ -27,6 +28,7 @@ _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 """1, 2, 5, 10, ...; vLLM's end at the context length."""
 _CHOICES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+_OUTCOMES = {200: "completed", GONE: "aborted", 429: "rejected", 503: "rejected"}
 _STATUSES = (200, 400, 429, GONE, 500, 503, 504)
 """Statuses that are counted from 0 on: the rate of a series that begins with its first requests has none of them."""
 _UNCOUNTED = frozenset({"/health", "/livez", "/load", "/metrics", "/ping", "/readyz", "/server_info", "/version"})
@@ -35,8 +37,7 @@ _UNCOUNTED = frozenset({"/health", "/livez", "/load", "/metrics", "/ping", "/rea
 
 def outcome_of(status: int) -> str:
     """Return in one word how an HTTP request for an answer ended."""
-    outcomes = {200: "completed", GONE: "aborted", 429: "rejected", 503: "rejected"}
-    return outcomes.get(status, "failed" if status >= 500 else "invalid")
+    return _OUTCOMES.get(status, "failed" if status >= 500 else "invalid")
 
 
 class Metrics:
@@ -49,10 +50,12 @@ class Metrics:
 
         self._histograms: list[ValueHistogram] = []
 
-        def counter(name: str, text: str, *more: str) -> Total:
+        def counter(name: str, text: str, more: tuple[str, ...], *begin: tuple[str, ...]) -> Counter[tuple[str, ...]]:
+            """`more`: names of labels. `begin`: values of those that are counted from 0 on."""
             total = Total(f"{OURS}{name}", text, more, labels)
             self._registry.register(total)
-            return total
+            total.counts.update(dict.fromkeys(begin, 0))
+            return total.counts
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> ValueHistogram:
             made = ValueHistogram(f"{OURS}{name}", text, buckets, labels)
@@ -63,22 +66,19 @@ class Metrics:
         def seconds(name: str, text: str, buckets: tuple[float, ...] = _LATENCY) -> ValueHistogram:
             return histogram(f"{name}_seconds", text, buckets)
 
-        success = counter("request_success", "answers that completed", "finished_reason")
-        self._finished = {reason: success.count(reason) for reason in ("stop", "length", "abort", "error")}
-        self._requests = counter("requests", "HTTP requests for answers that ended", "outcome", "code")
-        self._by_status = {s: self._requests.count(outcome_of(s), str(s)) for s in _STATUSES}
-        self._http = Total("http_requests", "HTTP responses", ("handler", "method", "status"), ())
-        self._registry.register(self._http)
-        self._duplicates = counter(
-            "duplicate_tokens_dropped", "tokens dropped because they had been delivered before"
-        ).count()
-        by_source = counter("prompt_tokens_by_source", "prompt tokens by source", "source")
-        self._computed_total = by_source.count("local_compute")
-        self._cached = (
-            counter("prompt_tokens_cached", "prompt tokens that the prefix cache held").count(),
-            counter("prompt_tokens_cached_by_source", "the same by source", "source").count("local_cache_hit"),
-            by_source.count("local_cache_hit"),
-        )
+        reasons = ("stop",), ("length",), ("abort",), ("error",)
+        self._finished = counter("request_success", "answers that completed", ("finished_reason",), *reasons)
+        statuses = ((outcome_of(status), str(status)) for status in _STATUSES)
+        self._requests = counter("requests", "HTTP requests for answers that ended", ("outcome", "code"), *statuses)
+        http = Total("http_requests", "HTTP responses", ("handler", "method", "status"), ())
+        self._registry.register(http)
+        self._http = http.counts
+        dropped = "tokens dropped because they had been delivered before"
+        self._duplicates = counter("duplicate_tokens_dropped", dropped, (), ())
+        source, hit = ("source",), ("local_cache_hit",)
+        self._by_source = counter("prompt_tokens_by_source", "prompt tokens by source", source, ("local_compute",), hit)
+        self._cached = counter("prompt_tokens_cached", "prompt tokens that the prefix cache held", (), ())
+        self._cached_by_source = counter("prompt_tokens_cached_by_source", "the same by source", source, hit)
         first_token = seconds("time_to_first_token", "seconds from a request to its first token", _TTFT)
         gap = seconds("inter_token_latency", "seconds between two tokens of an answer", _ITL)
         self.observe_first_token, self.observe_gap = first_token.observe, gap.observe
@@ -100,9 +100,9 @@ class Metrics:
 
     def on_answer(self, choice: EndedChoice) -> None:
         """Count a choice that ended by itself."""
-        self._finished[choice.reason].value += 1
+        self._finished[choice.reason,] += 1
         self._e2e.observe(choice.ended - choice.submitted)
-        self._duplicates.value += choice.duplicates
+        self._duplicates[()] += choice.duplicates
         self._prompt.observe(choice.prompt_tokens)
         self._output.observe(choice.output_tokens)
         self._most.observe(choice.output_tokens)
@@ -119,9 +119,10 @@ class Metrics:
         """Count what only the engine knows."""
         cached = end.num_cached_tokens
         computed = max(prompt_tokens - cached, 0)
-        for count in self._cached:
-            count.value += cached
-        self._computed_total.value += computed
+        self._cached[()] += cached
+        for by_source in (self._cached_by_source, self._by_source):
+            by_source["local_cache_hit",] += cached
+        self._by_source["local_compute",] += computed
         self._computed.observe(computed)
         self._preemptions.observe(end.num_preemptions)
         times = end.times
@@ -135,10 +136,7 @@ class Metrics:
 
     def on_request(self, status: int) -> None:
         """Count an HTTP request that has ended. A stream that failed counts with the status of its error."""
-        count = self._by_status.get(status)
-        if count is None:
-            count = self._by_status[status] = self._requests.count(outcome_of(status), str(status))
-        count.value += 1
+        self._requests[outcome_of(status), str(status)] += 1
 
     def on_response(self, scope: Scope, status: int) -> None:
         """Count a response by its route, as vLLM does: not those to probes. One that is refused before it is routed has
@@ -146,9 +144,7 @@ class Metrics:
         path, method = scope["path"], scope["method"]
         if path not in _UNCOUNTED:
             route = scope["route"].path if "route" in scope else path if path in ANSWER_PATHS else "none"
-            self._http.count(
-                route, method if method in HTTPMethod.__members__ else "none", f"{status // 100}xx"
-            ).value += 1
+            self._http[route, method if method in HTTPMethod.__members__ else "none", f"{status // 100}xx"] += 1
 
     def fold(self) -> None:
         """Sort observed values into buckets. Call it regularly: until then they are kept."""

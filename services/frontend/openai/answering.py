@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from services.frontend.errors import APIError
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.openai.answers.choice import AnswerOptions, ChoiceContext, Delivered
+from services.frontend.openai.answers.choice import ChoiceContext, Delivered
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.event_stream import EventStream, StreamEncoder
 from services.frontend.openai.answers.generation import NOTHING, Generation
@@ -102,30 +102,15 @@ class Answering:
             if is_for_answer:
                 http = HTTPRequest(scope)
                 self.begin_record(http)
-                self._record_failure(http, error)
+                self.record_failure(http, error)
             return error
         return None
-
-    async def recorded(self, http: HTTPRequest, answer: Coroutine[Any, Any, Response]) -> Response:
-        """Record the end of the request in the metrics and the log. A stream or a detached request records its own.
-
-        Raises: APIError
-        """
-        self.begin_record(http)
-        try:
-            response = await answer
-        except Exception as error:
-            self._record_failure(http, error)
-            raise
-        if not isinstance(response, EventStream) and not http.state.summary.is_detached:
-            self.record_end(http, None)
-        return response
 
     def begin_record(self, http: HTTPRequest) -> None:
         """Start the numbers that `record_end` writes."""
         http.state.summary = RequestSummary(choices=None if self._export_trace is None else [])
 
-    def _record_failure(self, http: HTTPRequest, error: Exception) -> None:
+    def record_failure(self, http: HTTPRequest, error: Exception) -> None:
         """Record the end of a request without an answer."""
         if isinstance(error, APIError) and error.status in (429, 503):
             has_own = hasattr(http.state, "connection")  # not behind Ray Serve's proxy
@@ -181,11 +166,11 @@ class Answering:
         Raises: APIError
         """
         summary: RequestSummary = request.http.state.summary
-        options = AnswerOptions.from_body(request.body, self._stream_interval)
+        interval = request.body.interval(self._stream_interval)
         formatter = LogprobFormatter(self._texts, bool(request.body.return_tokens_as_token_ids))
-        shared = request.usage, formatter, options, time.monotonic(), summary
+        shared = request.usage, formatter, request.body, time.monotonic(), summary
         context = ChoiceContext(self.engine, self.model.tokenizer, self.metrics, *shared)
-        generation = Generation(context, request.shared, writer)
+        generation = Generation(context, request.shared, writer, interval)
         fail = generation.response.fail
         watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(request.http, fail)
         with contextlib.closing(generation), watch:

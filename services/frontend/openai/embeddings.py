@@ -24,7 +24,7 @@ from services.frontend.errors import APIError, invalid
 from services.frontend.http.disconnect import until_left
 from services.frontend.openai.parameters.sampling import checked_ids, too_long
 from services.frontend.openai.prompts.encoder import least_tokens, separate_prompts
-from services.frontend.openai.schemas.requests import EmbeddingRequest, ScheduledRequest, TextsRequest
+from services.frontend.openai.schemas.requests import EmbeddingRequest, ScheduledRequest, TextsRequest, VectorsRequest
 from services.frontend.openai.schemas.responses import EmbeddingEntry, EmbeddingUsage
 from services.frontend.request_summary import EndedChoice
 
@@ -116,17 +116,11 @@ Given = str | list[int] | tuple[str, str]
 
 
 async def read_prompt(
-    context: AppContext, given: Given, keep: int | None, side: str | None, add_special_tokens: bool = True
+    context: AppContext, given: Given, body: VectorsRequest, add_special_tokens: bool = True
 ) -> PooledPrompt:
-    """Encode and truncate a text as the served model reads it. Return at least one token.
-
-    Args:
-        keep: `truncate_prompt_tokens`
-        side: `truncation_side`
-
-    Raises: APIError
-    """
-    state, model, most = context.engine.state, context.model, keep
+    """Encode and truncate a text as the served model reads it. Return at least one token. Raises: APIError"""
+    most, side = body.truncate_prompt_tokens, body.truncation_side
+    state, model = context.engine.state, context.model
     context_length, generates = state.max_model_len, state.pooling is None
     longest = context_length - generates  # a token follows the prompt
     if most == 0:
@@ -162,8 +156,7 @@ async def inputs_of(body: TextsRequest, context: AppContext) -> list[PooledPromp
     if not inputs or not all(inputs):
         raise invalid("an input is empty", "input")
     special = body.add_special_tokens is not False
-    keep, side = body.truncate_prompt_tokens, body.truncation_side
-    return [await read_prompt(context, given, keep, side, special) for given in inputs]
+    return [await read_prompt(context, given, body, special) for given in inputs]
 
 
 class EmbeddingStream(RequestStream):

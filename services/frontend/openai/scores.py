@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -28,8 +28,8 @@ from services.frontend.openai.embeddings import (
 from services.frontend.openai.schemas import responses
 from services.frontend.openai.schemas.fields import MAX_INPUTS, TemplateVariables, Text
 from services.frontend.openai.schemas.open_object import OpenObject
-from services.frontend.openai.schemas.requests import PoolingRequest, ScheduledRequest, TextsRequest
-from services.frontend.openai.tasks import check_scores, check_task
+from services.frontend.openai.schemas.requests import PoolingRequest, TextsRequest, VectorsRequest
+from services.frontend.openai.tasks import GENERATE, check_task
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
 Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS // 2, fail_fast=True)]
@@ -37,13 +37,7 @@ _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), 
 _TEXTS = {name for pair in _PAIRS for name in pair}
 
 
-class _Scored(ScheduledRequest):
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
-    """Number of tokens to keep of each text, or of each pair; -1: as many as the context holds."""
-    truncation_side: Literal["left", "right"] | None = None
-    """See `TextsRequest`."""
-    use_activation: bool | None = None
-    """False: a model that scores pairs leaves out its last function."""
+class _Scored(VectorsRequest):
     instruction: Text | None = None
     """Variable of the template for pairs (`--chat-template`)."""
     chat_template_kwargs: TemplateVariables | None = None
@@ -206,8 +200,10 @@ async def _scores(
     """Return the score of each pair, one first text with all second ones, and the number of tokens. Raises: APIError"""
     context.answering.check(body.model, generates=False)
     model, template = context.engine.state.pooling, context.model.pair_template
-    check_scores(model)
+    check_task(model, GENERATE, "embed", "token_embed", "classify")
     scores_pairs = model is not None and model.task == "classify"
+    if model is not None and scores_pairs and model.size != 1:
+        raise invalid(f"this model has {model.size} classes, and only one with one class gives scores", "model")
     if not (scores_pairs and template):
         for name in ("instruction", "chat_template_kwargs"):
             if getattr(body, name):
@@ -223,8 +219,7 @@ async def _scores(
             given = [await context.answering.prompts.rendered_pair(*pair, variables) for pair in pairs]
         else:
             given = [*pairs] if model.separates_pairs else ["".join(pair) for pair in pairs]
-    keep, side = body.truncate_prompt_tokens, body.truncation_side
-    prompts = [await read_prompt(context, prompt, keep, side) for prompt in given]
+    prompts = [await read_prompt(context, prompt, body) for prompt in given]
     normalises = model is None or model.task == "embed"
     params = PoolingParams(body.use_activation)
     vectors, count = await pooled(http, context, body, prompts, partial(_vector, normalises), params)

@@ -32,10 +32,3 @@ def check_task(model: PoolingModel | None, *tasks: str) -> None:
     task = GENERATE if model is None else model.task
     if task not in tasks:
         raise invalid(f"this model is served for the task {task}: use {ROUTES[task]}", "model")
-
-
-def check_scores(model: PoolingModel | None) -> None:
-    """Raises: APIError, if the model cannot compare two texts"""
-    check_task(model, GENERATE, "embed", "token_embed", "classify")
-    if model is not None and model.task == "classify" and model.size != 1:
-        raise invalid(f"this model has {model.size} classes, and only one with one class gives scores", "model")

@@ -99,14 +99,9 @@ class TextBuffer:
         """Keep a copy of the text read from here on. Reading more than `budget` characters raises ParseError."""
         self._kept, self._kept_from, self._budget = [], self._at, budget
 
-    @property
-    def is_keeping(self) -> bool:
-        return self._kept is not None
-
     def kept(self) -> str:
-        """Return the text that was read since `keep`."""
-        assert self._kept is not None
-        return "".join(self._kept) + self._text[self._kept_from : self._at]
+        """Return the text that was read since `keep`; "" if none is kept."""
+        return "" if self._kept is None else "".join(self._kept) + self._text[self._kept_from : self._at]
 
     def lift_budget(self) -> None:
         self._budget = None

@@ -76,8 +76,8 @@ def _raw(value: Any) -> Any:
         raise invalid("the request body is nested too deeply") from None
 
 
-class ResponseInProgress:
-    """One response in the making.
+class ResponseEvents(ChoiceWriter):
+    """Builds one response, which has one choice, and writes its events, if it is streamed.
 
     Args:
         head: see `head_json`
@@ -88,12 +88,14 @@ class ResponseInProgress:
         self, head: ResponseHead, parser: AnswerParser, usage: UsageCounter, count_tokens: Callable[[str], int]
     ) -> None:
         self._head, self._parser, self.usage, self._reasoning = head, parser, usage, ReasoningCounter(count_tokens)
+        self.on_end: Callable[[ResponseObject], None] = lambda _: None
+        """Called with the response before its last event."""
+        self.on_chunk: Callable[[], None] = lambda: None
+        """Called when a chunk becomes events."""
         self._items = OutputItems(head["id"])
         self._finish: str | None = None
-
-    @property
-    def id(self) -> str:
-        return self._head["id"]
+        self._initial = self.to_json()
+        self._number = len(_OPENING)  # the first items are encoded before `opening`
 
     def push(self, chunk: Chunk) -> list[JSON]:
         """Add a chunk; return the events of the items."""
@@ -137,25 +139,6 @@ class ResponseInProgress:
             "total_tokens": counted["total_tokens"],
         }
 
-
-class ResponseEvents(ChoiceWriter):
-    """Writes the events of one streamed response, which has one choice.
-
-    Args:
-        on_end: called with the response before its last event.
-        on_chunk: called when a chunk becomes events.
-    """
-
-    def __init__(
-        self,
-        answer: ResponseInProgress,
-        on_end: Callable[[ResponseObject], None],
-        on_chunk: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._answer, self._on_end, self._on_chunk = answer, on_end, on_chunk
-        self._initial = answer.to_json()
-        self._number = len(_OPENING)  # the first items are encoded before `opening`
-
     def next_choice(self) -> "ResponseEvents":
         return self
 
@@ -166,19 +149,19 @@ class ResponseEvents(ChoiceWriter):
         return b"".join(_event(event, number) for number, event in enumerate(events))
 
     def chunk(self, chunk: Chunk) -> bytes:
-        self._on_chunk()
-        return self._encoded(self._answer.push(chunk))
+        self.on_chunk()
+        return self._encoded(self.push(chunk))
 
     def closing(self) -> bytes:
-        response = self._answer.to_json()
+        response = self.to_json()
         return self._ending(f"response.{response['status']}", response)
 
     def error(self, error: APIError) -> bytes:
         """Return the last event; OpenAI has none of its own for a cancelled response."""
-        return self._ending("response.failed", self._answer.to_json(error))
+        return self._ending("response.failed", self.to_json(error))
 
     def _ending(self, kind: str, response: ResponseObject) -> bytes:
-        self._on_end(response)
+        self.on_end(response)
         return self._encoded([{"type": kind, "response": response}])
 
     def _encoded(self, events: list[JSON]) -> bytes:

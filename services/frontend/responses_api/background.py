@@ -11,7 +11,7 @@ import msgspec
 
 from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import GONE, APIError, internal_error
-from services.frontend.responses_api.answers import ResponseEvents, ResponseInProgress
+from services.frontend.responses_api.answers import ResponseEvents
 from services.frontend.responses_api.response_file import CANCEL, FileContent, FileLog, follow_file, not_written
 from services.frontend.responses_api.responses import ResponseObject
 
@@ -24,18 +24,13 @@ POLL_INTERVAL = 0.05
 class BackgroundRun:
     """The generation of one response. It ends by itself, or by `fail`, but not with a connection."""
 
-    def __init__(self, answer: ResponseInProgress, events: FileLog) -> None:
+    def __init__(self, answer: ResponseEvents, events: FileLog) -> None:
         self.events = events
-        self._answer: ResponseInProgress | None = answer
-        self._encoder: ResponseEvents | None = ResponseEvents(answer, self._on_end, events.on_chunk)
-        self._stream: ResponseStream | None = None
+        answer.on_end, answer.on_chunk = self._on_end, events.on_chunk
+        self._answer: ResponseEvents | None = answer
+        self.stream: ResponseStream | None = None
+        """Set when the requests were submitted."""
         self._last = b""
-
-    @property
-    def encoder(self) -> ResponseEvents:
-        """The writer of the answer. Valid until the run ends."""
-        assert self._encoder is not None
-        return self._encoder
 
     @property
     def response(self) -> bytes:
@@ -46,22 +41,19 @@ class BackgroundRun:
         """Yield the events behind a sequence number as they are written, until the last one."""
         return self.events.behind(number)
 
-    def start(self, stream: ResponseStream) -> None:
-        """Take the stream whose requests were submitted with `encoder`."""
-        self._stream = stream
-
     async def finish(self) -> APIError | None:
         """Write all events behind the opening ones. Return the error that ended the response, if one did."""
-        encoder, stream, failure = self.encoder, self._stream, None
+        answer, stream, failure = self._answer, self.stream, None
+        assert answer is not None
         assert stream is not None
         try:
-            last = await stream.last(self.events) + encoder.closing()
+            last = await stream.last(self.events) + answer.closing()
         except APIError as error:
-            failure, last = error, encoder.error(error)
+            failure, last = error, answer.error(error)
         except Exception:
             log.exception("a response in the background failed with a bug: request_id=%s", stream.request_id)
             failure = internal_error()
-            last = encoder.error(failure)
+            last = answer.error(failure)
         self.events.write(last, self._last)
         return failure
 
@@ -72,13 +64,13 @@ class BackgroundRun:
 
     def fail(self, error: APIError) -> None:
         """End the response with `error` soon, unless it has ended."""
-        if self._stream is not None:
-            self._stream.fail(error)
+        if self.stream is not None:
+            self.stream.fail(error)
 
     def _on_end(self, response: ResponseObject) -> None:
         """Keep the bytes alone, as the parser and the items take more memory."""
         self._last = msgspec.json.encode(response)
-        self._answer = self._encoder = self._stream = None
+        self._answer = self.stream = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.frontend.openai.parameters.body import validated
+from services.frontend.openai.schemas.messages import FunctionDefinition
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.responses_api import schemas
 
@@ -36,19 +37,15 @@ def chat_request(body: schemas.ResponsesRequest, history: Sequence[schemas.Item]
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _response_format(body.text.format)
     if body.tools:
-        fields["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude_none=True, include=_FUNCTION)}
-            for tool in body.tools
-        ]
+        known = {*FunctionDefinition.model_fields}
+        functions = (tool.model_dump(exclude_none=True, include=known) for tool in body.tools)
+        fields["tools"] = [{"type": "function", "function": function} for function in functions]
     choice = body.tool_choice
     if isinstance(choice, schemas.ResponsesToolName):
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice != "auto" or body.tools:  # clients send "auto" without tools
         fields["tool_choice"] = choice
     return validated(fields, ChatRequest)
-
-
-_FUNCTION = {"name", "description", "parameters", "strict"}
 
 
 def _response_format(given: schemas.TextFormat) -> JSON:

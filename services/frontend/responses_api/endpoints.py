@@ -1,6 +1,5 @@
 """/v1/responses: OpenAI's Responses API."""
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -31,14 +30,13 @@ from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handler
 from services.frontend.responses_api import responses
-from services.frontend.responses_api.answers import ResponseEvents, ResponseInProgress, head_json
+from services.frontend.responses_api.answers import ResponseEvents, head_json
 from services.frontend.responses_api.background import BackgroundRun, Run
 from services.frontend.responses_api.conversation import chat_request, input_items
-from services.frontend.responses_api.files import Orphan, ResponseFiles
+from services.frontend.responses_api.files import Orphan, ResponseFiles, StoredResponse
 from services.frontend.responses_api.items import new_id
 from services.frontend.responses_api.response_file import FileLog, Origin, StoredHead
 from services.frontend.responses_api.schemas import Item, ResponsesRequest
-from services.frontend.responses_api.stored import StoredResponse
 
 log = logging.getLogger("runahead.frontend")
 
@@ -184,7 +182,8 @@ async def create(http: HTTPRequest, context: Context) -> Response:
     request = AnswerRequest(http, turn.body, shared, submissions, answer.usage)
     keep = partial(_keep, store, tenant, turn)
     if given.stream:
-        return await answering.streamed(request, ResponseEvents(answer, keep))
+        answer.on_end = keep
+        return await answering.streamed(request, answer)
     (whole,), _ = await answering.whole(request)
 
     def build() -> responses.ResponseObject:
@@ -198,11 +197,11 @@ async def create(http: HTTPRequest, context: Context) -> Response:
 
 def _answer(
     http: HTTPRequest, context: AppContext, turn: _Turn, head: responses.ResponseHead, prompt: Prompt
-) -> tuple[ResponseInProgress, GenerateRequest]:
+) -> tuple[ResponseEvents, GenerateRequest]:
     tokenizer, given = context.model.tokenizer, turn.given
     output = turn.output.after(prompt.token_ids, tokenizer)
     parser = AnswerParser(output, eager=bool(given.stream or given.background))
-    answer = ResponseInProgress(head, parser, UsageCounter(), tokenizer.count)
+    answer = ResponseEvents(head, parser, UsageCounter(), tokenizer.count)
     return answer, context.answering.shared(http, turn.body, structured=output.grammar(), media=prompt.media)
 
 
@@ -228,25 +227,21 @@ def _start(
     head = head_json(turn.given, id, origin.model, True, origin.created)
     answer, shared = _answer(http, context, turn, head, prompt)
     run = BackgroundRun(answer, events)
-    opening = run.encoder.opening()
+    opening = answer.opening()
     delivered = NOTHING if orphan is None else orphan.content.delivered
     if orphan is not None and orphan.content.opening != opening:
         raise APIError(500, OTHER_EVENTS)
     http.state.summary.is_detached = True
     shared = replace(shared, lora=origin.lora or shared.lora)
     request = AnswerRequest(http, turn.body, shared, [(prompt, params)], answer.usage)
-    generating = answering.generation(request, run.encoder, delivered)
+    generating = answering.generation(request, answer, delivered)
     with contextlib.ExitStack() as stack:
         generation = stack.enter_context(generating)
         events.follow(generation.choices[0], context.engine.ledger, delivered)
-        run.start(generation.response)
+        run.stream = generation.response
         if orphan is None:
             events.write(opening)
-        store.begin(run)
-        close = stack.pop_all().close
-    task = asyncio.create_task(_finish(http, answering, run, close))
-    context.tasks.add(task)
-    task.add_done_callback(context.tasks.discard)
+        store.begin(run, _finish(http, answering, run, stack.pop_all().close))
     return run
 
 

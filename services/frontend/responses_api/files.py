@@ -1,11 +1,6 @@
 """Responses in a directory, which frontends may share: a file for each, and a folder for each API key.
 
-Rules (docs/invariants.md):
-
-- Stored before sent: no client gets an event that is not in the file. If one cannot be written, the response ends and
-  its file is deleted.
-- One writer: the frontend that generates a response holds a lock on its file (flock), which the kernel drops when the
-  process dies. Whoever gets it goes on from the tokens in the file, so no event is repeated, lost or changed.
+Its rules are in docs/invariants.md: stored before sent, and one writer.
 """
 
 import asyncio
@@ -19,19 +14,20 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from services.config import FrontendConfig
-from services.frontend.errors import APIError
+from services.frontend.errors import APIError, invalid
 from services.frontend.responses_api import response_file
 from services.frontend.responses_api.answers import failed_event, joined
 from services.frontend.responses_api.background import BackgroundRun, OthersRun, Run
 from services.frontend.responses_api.responses import ResponseObject
-from services.frontend.responses_api.stored import StoredResponse, not_stored
+from services.frontend.responses_api.schemas import Item
 from services.private import private_directory
 
 log = logging.getLogger("runahead.frontend")
@@ -54,6 +50,8 @@ PREFIX = "runahead-responses-"
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _FILE = re.compile(rf"{_ID.pattern}\.(jsonl|cancel)")
+_NOT_CONTINUED = ("queued", "in_progress", "failed", "cancelled")
+"""Statuses of responses without a whole answer."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,53 @@ class Orphan:
 
 GoOn = Callable[[Orphan], None]
 """Starts the run of a response from its orphan, or ends it. Raises: APIError, if neither can be done now"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A stored response, which clients may continue by `previous_response_id`."""
+
+    head: response_file.StoredHead
+    written: bytes | Run
+    """The response; that of one which was created with `background` may grow."""
+
+    @property
+    def response(self) -> bytes:
+        """The response as it is now."""
+        return self.written if isinstance(self.written, bytes) else self.written.response
+
+    def items(self) -> list[Item]:
+        """Return the conversation up to and with the answer. Raises: APIError, if the answer is not whole"""
+        response = msgspec.json.decode(self.response)
+        if response.get("status") in _NOT_CONTINUED:
+            raise invalid(
+                f"the response is {response['status']}; only one that is completed or incomplete can be continued",
+                "previous_response_id",
+            )
+        return self.head.items() + response_file.ITEM_LIST.validate_python(response["output"])
+
+    def run(self, param: str | None = None) -> Run:
+        """Return the run of a response with `background`. Raises: APIError, if it is another one"""
+        if isinstance(self.written, bytes):
+            raise invalid(
+                "this response was not created with background; its events were not kept, and it cannot be cancelled",
+                param,
+            )
+        return self.written
+
+    def given(self) -> list[Item]:
+        """Return the items of this turn's request."""
+        return self.head.items()[-self.head.num_given :]
+
+
+def not_stored(id: str, param: str | None) -> APIError:
+    return APIError(
+        404,
+        f"response {id!r:.80} is not stored here: it is unknown, deleted, expired, or was made by another frontend",
+        param,
+        "previous_response_not_found" if param else "response_not_found",
+        logged="this response is not stored here",
+    )
 
 
 def prepare_directory(directory: Path) -> None:
@@ -126,18 +171,12 @@ class ResponseFiles:
 
     def add(self, tenant: str, head: response_file.StoredHead, response: ResponseObject) -> None:
         """Store a response without `background`, unless it is larger than the store. A failure to write is logged."""
-        path = self._path(tenant, response["id"])
-        lines = (head, response_file.StoredLine(response=msgspec.Raw(msgspec.json.encode(response))))
-        data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-        if len(data) > self._max_bytes:
+        data = msgspec.json.encode(response)
+        if len(bytes(head.conversation)) + len(data) > self._max_bytes:
             return
-        try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            with open(path, "xb", buffering=0, opener=_private) as file:
-                response_file.write_all(file.fileno(), data)
-        except OSError as error:
-            response_file.not_written(path, error)
-        self._grow(max(len(data), BLOCK))
+        with contextlib.suppress(APIError):
+            response_file.FileLog(self._path(tenant, response["id"]), head, self._grow).write(b"", data)
+        self._grow(BLOCK)  # the last block is not full
 
     def log(self, tenant: str, id: str, head: response_file.StoredHead) -> response_file.FileLog:
         """Return where the events of a response with `background` are kept.
@@ -153,19 +192,19 @@ class ResponseFiles:
         if self._growth > self._max_bytes * GROWTH_PER_CHECK:
             self._has_grown.set()
 
-    def begin(self, run: BackgroundRun) -> None:
-        """Keep a run that has started until it ends."""
+    def begin(self, run: BackgroundRun, finishing: Coroutine[Any, Any, None]) -> None:
+        """Keep a run that has started, and the work that finishes it, until both end."""
         events = run.events
         self._runs[events.path] = run
         events.on_failure = run.fail
-        task = asyncio.create_task(events.watch(run.fail))
+        self._keep(events.watch(run.fail)).add_done_callback(lambda _: self._runs.pop(events.path, None))
+        self._keep(finishing)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
-
-        def on_end(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            self._runs.pop(events.path, None)
-
-        task.add_done_callback(on_end)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def get(self, tenant: str, id: str, param: str | None = None, go_on: GoOn | None = None) -> StoredResponse:
         """Return a response of any frontend.
@@ -290,7 +329,3 @@ def _entries(folder: str | Path, names: re.Pattern[str]) -> list[str]:
             return [entry.path for entry in entries if names.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

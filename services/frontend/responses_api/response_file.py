@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -132,32 +133,31 @@ class FileContent:
         return Delivered(batches, "".join(line.events for line in self.lines[1:]).encode(), identity)
 
 
+@dataclass(eq=False)
 class FileLog:
     """Events of a response that this frontend generates. The file is made with the first ones.
 
     The sink of a `ResponseStream`, which is never full.
-
-    Args:
-        on_growth: called with the number of bytes that were written.
-        lock: the open file, if there is one already.
     """
 
-    is_full = False
-
-    def __init__(self, path: Path, head: StoredHead, on_growth: Callable[[int], None], lock: int | None = None) -> None:
-        self.on_writable: Callable[[], None] | None = None
-        self.is_complete = False
-        self._grown = asyncio.Event()
-        self.path = path
-        self.head, self._on_growth, self._lock = head, on_growth, lock
-        self._batches: list[list[int]] = []
-        self._identity = ""
-        self._num_tokens = 0
-        self._fed: Callable[[], tuple[list[int], str]] | None = None
-        self._unwritten = b""
-        """Events that the file does not have."""
-        self.on_failure: Callable[[APIError], None] | None = None
-        """Fails the response. None until the first events are written."""
+    path: Path
+    head: StoredHead
+    _on_growth: Callable[[int], None]
+    """Called with the number of bytes that were written."""
+    _lock: int | None = None
+    """The open file, if there is one."""
+    on_failure: Callable[[APIError], None] | None = None
+    """Fails the response. None until the first events are written."""
+    on_writable: Callable[[], None] | None = None
+    is_full: bool = False
+    is_complete: bool = False
+    _grown: asyncio.Event = field(default_factory=asyncio.Event)
+    _batches: list[list[int]] = field(default_factory=list)
+    _identity: str = ""
+    _num_tokens: int = 0
+    _fed: Callable[[], tuple[list[int], str]] | None = None
+    _unwritten: bytes = b""
+    """Events that the file does not have."""
 
     def follow(self, choice: Choice, ledger: RequestLedger, delivered: Delivered) -> None:
         """Write the tokens of this choice with their events, behind those that the file has."""

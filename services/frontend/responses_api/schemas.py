@@ -1,12 +1,12 @@
 """Request bodies of OpenAI's Responses API. Every field has a bound; unserved fields are refused by name."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 from pydantic import Tag as _Tag
 
 from services.frontend.openai.schemas import fields
-from services.frontend.openai.schemas.messages import RefusalPart
+from services.frontend.openai.schemas.messages import FunctionDefinition, FunctionName, RefusalPart
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import SampledRequest
 from services.frontend.openai.schemas.unserved import Neutral
@@ -22,14 +22,11 @@ class InputText(OpenObject):
 
 
 class InputImage(OpenObject):
+    not_served: ClassVar[Neutral] = {"detail": ("auto",)}
     type: Literal["input_image"]
     file_id: None = None
     """Not supported. It comes first, so that its error does."""
     image_url: Annotated[str, Field(max_length=fields.MAX_URL)]
-
-    @classmethod
-    def unserved(cls) -> Neutral:
-        return {"detail": ("auto",)}
 
 
 Part = Annotated[InputText | InputImage | RefusalPart, Field(discriminator="type")]
@@ -102,18 +99,13 @@ Item = Annotated[
 ]
 
 
-class ResponsesTool(OpenObject):
+class ResponsesTool(FunctionDefinition):
     type: Literal["function"]
     """Tools that the server itself would run are not served."""
-    name: fields.ToolName
-    description: fields.Text | None = None
-    parameters: fields.JSON | None = None
-    strict: bool | None = None
 
 
-class ResponsesToolName(OpenObject):
+class ResponsesToolName(FunctionName):
     type: Literal["function"]
-    name: fields.GivenName
 
 
 class TextFormat(BaseModel):
@@ -153,20 +145,18 @@ Include = Literal[
 """Parts of answers that this server never has, so that they change nothing."""
 
 
-_UNSERVED: Neutral = {
-    "conversation": (),
-    "max_tool_calls": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "context_management": ([],),
-    "access_programs": ({},),
-    "image": ({},),
-    "previous_input_messages": ([],),
-    "enable_response_messages": (False,),
-}
-
-
 class ResponsesRequest(SampledRequest):
+    not_served: ClassVar[Neutral] = {
+        "conversation": (),
+        "max_tool_calls": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+        "context_management": ([],),
+        "access_programs": ({},),
+        "image": ({},),
+        "previous_input_messages": ([],),
+        "enable_response_messages": (False,),
+    }
     input: fields.Text | Annotated[list[Item], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
     instructions: fields.Text | None = None
     previous_response_id: str | None = Field(None, max_length=256)
@@ -187,7 +177,3 @@ class ResponsesRequest(SampledRequest):
     """vLLM's addition."""
     chat_template_kwargs: fields.TemplateVariables | None = None
     """vLLM's addition."""
-
-    @classmethod
-    def unserved(cls) -> Neutral:
-        return {**super().unserved(), **_UNSERVED}

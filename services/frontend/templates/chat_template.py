@@ -64,9 +64,9 @@ def find_template(checkpoint: Path, override: str | None, kind: str = "default")
 
     Raises: CheckpointError
     """
-    if override is not None and kind != "default":
-        return None
     if override is not None:
+        if kind != "default":
+            return None
         try:
             return Path(override).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:

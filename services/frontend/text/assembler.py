@@ -5,22 +5,20 @@ become one.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from services.frontend.text.detokenizer import Detokenizer
 
 
+@dataclass
 class StopFilter:
     """Passes text on up to the first stop string. Holds back an ending that could be the start of one."""
 
-    def __init__(self, stops: list[str], include: bool = False) -> None:
-        """
-        Args:
-            include: pass the stop string itself on too.
-        """
-        self._stops = stops
-        self._include = include
-        self._held = ""
-        self.matched: str | None = None
+    _stops: list[str]
+    _include: bool = False
+    """Pass the stop string itself on too."""
+    _held: str = ""
+    matched: str | None = None
 
     def push(self, text: str) -> str:
         """Return the text that is certain now; after a match always ""."""
@@ -52,15 +50,8 @@ class StopFilter:
 
 class TextAssembler:
     __slots__ = (
-        "_detokenizer",
-        "_filter",
-        "_has_stops",
-        "_hidden",
-        "_min_tokens",
-        "num_chars",
-        "num_tokens",
-        "stop_string",
-    )
+        "_detokenizer", "_filter", "_has_stops", "_hidden", "_min_tokens", "num_chars", "num_tokens", "stop_string",
+    )  # fmt: skip
 
     def __init__(
         self,

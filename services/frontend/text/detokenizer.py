@@ -173,16 +173,12 @@ class WordDetokenizer(WindowDetokenizer):
             if word:
                 self._last = token_id
                 return word
-            self._restore(self._last)
+            self._window, self._num_context, self._last = [self._last], 1, None
+            self._shown = self._decode(self._window)
         text = super().push(token_id)
         if word and text:
             self._last = token_id
         return text
-
-    def _restore(self, last: int) -> None:
-        self._last = None
-        self._window, self._num_context = [last], 1
-        self._shown = self._decode(self._window)
 
     def flush(self) -> str:
         return super().flush() if self._last is None else ""

@@ -16,25 +16,20 @@ class TokenText(NamedTuple):
     raw: bytes
 
 
-class TokenTexts:
-    """Texts by token id, cached; the cache grows at most to the size of the vocabulary."""
+class TokenTexts(dict[int, TokenText]):
+    """Texts by token id, filled on demand, at most to the size of the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
         self._tokenizer = tokenizer
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
         """Decoded before each token, as a token may lose its leading space at the beginning of a text."""
         self._skip = len(tokenizer.decode(self._before, show_special=True))
-        self._texts: dict[int, TokenText] = {}
 
-    def __getitem__(self, token_id: int) -> TokenText:
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self._look_up(token_id)
-        return text
-
-    def _look_up(self, token_id: int) -> TokenText:
+    def __missing__(self, token_id: int) -> TokenText:
         text = self._tokenizer.decode([*self._before, token_id], show_special=True)[self._skip :]
-        return TokenText(text, self._bytes(token_id) if "\ufffd" in text else text.encode())
+        found = self[token_id] = TokenText(text, self._bytes(token_id) if "\ufffd" in text else text.encode())
+        return found
 
     def _bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token that holds part of a character."""

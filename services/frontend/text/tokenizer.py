@@ -52,14 +52,6 @@ class Tokenizer:
         layout = json.loads(self._tokenizer.to_str())
         self.max_token_chars = _max_token_chars(self._tokenizer, layout)
         """Maximum characters of text that one token stands for; 0 if there is no bound."""
-        self._prepare_detokenizers(layout)
-
-    def _prepare_detokenizers(self, layout: dict[str, Any]) -> None:
-        """Set the tables that all detokenizers share.
-
-        Args:
-            layout: content of tokenizer.json.
-        """
         decoder = layout.get("decoder")
         added = frozenset(token["id"] for token in layout["added_tokens"])
         special = frozenset(token["id"] for token in layout["added_tokens"] if token["special"])
@@ -120,11 +112,9 @@ class Tokenizer:
         if self._byte_level:
             return ByteLevelDetokenizer(self._byte_level[show_special])
         decode = partial(self.decode, show_special=show_special)
-        return (
-            WordDetokenizer(decode, prompt, self._words)
-            if self._words is not None
-            else WindowDetokenizer(decode, prompt)
-        )
+        if self._words is not None:
+            return WordDetokenizer(decode, prompt, self._words)
+        return WindowDetokenizer(decode, prompt)
 
 
 def _fitting(lengths: list[int], most: int) -> list[int]:

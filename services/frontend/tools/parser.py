@@ -188,12 +188,9 @@ class ToolParser(ABC):
 
     def _break(self) -> None:
         self._emit_arguments()
-        if self._pending is None or not self._eager:
-            self._content(self._buffer.kept())
-        else:
+        if self._pending is not None and self._eager:
             self._index += 1
-            if self._buffer.is_keeping:
-                self._content(self._buffer.kept())
+        self._content(self._buffer.kept())
         self._pending = self._arguments_from = None
         self._buffer.drop_kept()
 

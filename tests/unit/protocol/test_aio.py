@@ -106,7 +106,7 @@ def test_unread_frame_does_not_spin_the_loop(server: Server, run: Run) -> None:
         await client.receive()
         client.send(Heartbeat(1, 2))  # the answer stays unread
         loop = asyncio.get_running_loop()
-        assert not any(loop.remove_reader(fd) for fd in client.fds)
+        assert not any(loop.remove_reader(fd) for fd in client._client.fds)  # noqa: SLF001
         assert await client.receive() == encode(Heartbeat(1, 2))
         client.close()
 

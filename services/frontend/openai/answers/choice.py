@@ -1,5 +1,6 @@
 """One choice of an answer: the outputs of its engine request become chunks."""
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -29,44 +30,6 @@ def _ignore(_: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """Fields of a body that shape its answers."""
-
-    stops: list[str]
-    num_samples: int = 1
-    """Choices per prompt."""
-    constraint: str | None = None
-    """The body's field that constrains the output, for error messages."""
-    echo: bool = False
-    generates: bool = True
-    """False if only the prompt is wanted."""
-    token_ids: bool = False
-    include_stop: bool = False
-    show_special: bool = False
-    stream_interval: int = 1
-    """Tokens of a choice that are written together."""
-
-    @classmethod
-    def from_body(cls, body: CompletionRequest | ChatRequest, stream_interval: int = 1) -> "AnswerOptions":
-        """
-        Args:
-            stream_interval: the least one of a stream.
-        """
-        is_completion = isinstance(body, CompletionRequest)
-        return cls(
-            stops=body.stops(),
-            num_samples=body.n or 1,
-            constraint=constraint_field(body),
-            echo=is_completion and bool(body.echo),
-            generates=not is_completion or body.max_tokens != 0,
-            token_ids=bool(body.return_token_ids),
-            include_stop=bool(body.include_stop_str_in_output),
-            show_special=body.skip_special_tokens is False,
-            stream_interval=max(stream_interval, body.stream_interval or 1) if body.stream else 1,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class ChoiceContext:
     """Objects that all choices of one HTTP request share."""
 
@@ -75,7 +38,7 @@ class ChoiceContext:
     metrics: Metrics
     usage: UsageCounter
     formatter: LogprobFormatter
-    options: AnswerOptions
+    body: CompletionRequest | ChatRequest
     started: float
     """Monotonic seconds when the HTTP request was accepted."""
     summary: RequestSummary
@@ -97,24 +60,10 @@ class Choice(RequestStream):
     """Assembles the text of one engine request, with log-probabilities and token ids if the body requests them."""
 
     __slots__ = (
-        "_assembler",
-        "_chunk",
-        "_context",
-        "_echoes",
-        "_finish",
-        "_first_token",
-        "_generates",
-        "_is_text_only",
-        "_last_token",
-        "_logprobs",
-        "_max_tokens",
-        "_metrics",
-        "_num_shown",
-        "_observe_gap",
-        "_writer",
-        "is_first",
+        "_assembler", "_chunk", "_context", "_echoes", "_finish", "_first_token", "_generates", "_is_text_only",
+        "_last_token", "_logprobs", "_max_tokens", "_metrics", "_num_shown", "_observe_gap", "_writer", "is_first",
         "prompt",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -130,29 +79,31 @@ class Choice(RequestStream):
             is_first: True for the first choice of its prompt, which receives the prompt's log-probabilities.
         """
         super().__init__(response)
-        options, ids = context.options, prompt.token_ids
+        body, ids = context.body, prompt.token_ids
+        is_completion = isinstance(body, CompletionRequest)
         self.prompt = prompt
         self.is_first = is_first
         self._context = context
         self._metrics, self._observe_gap = context.metrics, context.metrics.observe_gap
         self._max_tokens = params.max_tokens
         self._assembler = TextAssembler(
-            context.tokenizer.detokenizer(ids, options.show_special),
-            options.stops,
+            context.tokenizer.detokenizer(ids, body.skip_special_tokens is False),
+            body.stops(),
             params.min_tokens,
             params.eos_token_ids + params.stop_token_ids,
-            options.include_stop,
+            bool(body.include_stop_str_in_output),
         )
         context.usage.answers.append(self._assembler)
         logprobs = LogprobQueue(context.formatter, len(ids)) if params.logprobs is not None else None
         self._logprobs = logprobs
         self._writer = writer
-        self._echoes = options.echo
+        self._echoes = is_completion and bool(body.echo)
         """True until the prompt is shown."""
-        self._generates = options.generates
-        self._is_text_only = options.generates and logprobs is None and not (options.echo or options.token_ids)
+        self._generates = not is_completion or body.max_tokens != 0
+        """False if only the prompt is wanted."""
+        self._is_text_only = self._generates and not (logprobs or self._echoes or body.return_token_ids)
         self._chunk = self._new_chunk()
-        self._chunk.prompt_token_ids = ids if options.token_ids else None
+        self._chunk.prompt_token_ids = ids if body.return_token_ids else None
         self._num_shown = 0
         """Characters of output that were shown; counted only with log-probabilities."""
         self._finish: FinishName | None = None
@@ -162,7 +113,7 @@ class Choice(RequestStream):
         """Monotonic seconds."""
 
     def _new_chunk(self) -> Chunk:
-        return Chunk(token_ids=[] if self._context.options.token_ids else None)
+        return Chunk(token_ids=[] if self._context.body.return_token_ids else None)
 
     @property
     def num_unfinished_tokens(self) -> int:
@@ -188,9 +139,6 @@ class Choice(RequestStream):
             self.prompt.add_logprobs(logprobs)
         elif self._logprobs is not None:
             self._logprobs.add(logprobs)
-
-    def add_embedding(self, values: bytes) -> None:
-        self.response.fail(APIError(500, "the engine sent an embedding in place of text"))
 
     def feed(self, tokens: list[int], end: Finish | None, now: float) -> bytes:
         text, assembler = "", self._assembler
@@ -231,12 +179,11 @@ class Choice(RequestStream):
 
     def _on_end(self, end: Finish, now: float) -> str:
         """Return the text that was held back. Raises: APIError"""
-        options = self._context.options
-        if (error := failure(end, options.constraint)) is not None:
+        if (error := failure(end, constraint_field(self._context.body))) is not None:
             raise error
         if self.is_first:
             self._context.usage.cached.append(end.num_cached_tokens)
-        if not options.generates:
+        if not self._generates:
             self._on_finish("length", None, now, end)
             return ""
         text = self._assembler.finish()
@@ -263,7 +210,7 @@ class Choice(RequestStream):
             self._last_token,
             len(self.prompt.token_ids),
             self._max_tokens,
-            self._context.options.num_samples,
+            self._context.body.n or 1,
             self.duplicates,
             self.is_resumed,
         )
@@ -277,7 +224,7 @@ class Choice(RequestStream):
             self._num_shown += len(text)
             chunk.logprobs += logprobs.shown(len(self.prompt.text) + self._num_shown)
             if self._finish is not None and self._assembler.stop_string is None:
-                chunk.logprobs += logprobs.rest()
+                chunk.logprobs += logprobs.shown(math.inf)  # those left at the end have no text
         if self._echoes and not self._echo():
             return b""
         self.has_ended = self._finish is not None

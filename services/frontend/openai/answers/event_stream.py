@@ -7,7 +7,7 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.frontend.engine.streams import ResponseStream, Sink
+from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import GONE, APIError
 from services.frontend.http.asgi_sink import ASGISink
 from services.frontend.http.connection import Connection
@@ -58,7 +58,11 @@ class EventStream(Response):
                 connection: Connection | None = scope["state"].get("connection")
                 opened = ASGISink.open(send) if connection is None else contextlib.nullcontext(connection)
                 async with opened as sink:
-                    last = await self._write_events(sink)
+                    last = self._encoder.opening() + self._first
+                    if self._stream.num_open:
+                        if last:
+                            sink.body_writer()(last)
+                        last = await self._stream.last(sink)
                 last += self._encoder.closing()
                 failure = None
             except APIError as error:
@@ -66,12 +70,3 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._on_end(failure)
-
-    async def _write_events(self, sink: Sink) -> bytes:
-        """Write all events but those of the last write, which are returned. Raises: APIError"""
-        body = self._encoder.opening() + self._first
-        if not self._stream.num_open:
-            return body
-        if body:
-            sink.body_writer()(body)
-        return await self._stream.last(sink)

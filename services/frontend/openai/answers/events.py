@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -52,29 +53,22 @@ class ChoiceEvents(ChoiceWriter):
         return self._encoder.chunk(self._index, chunk)
 
 
+@dataclass
 class EventEncoder:
     """`StreamEncoder` of OpenAI's and vLLM's form."""
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        head: AnswerHead,
-        options: StreamOptions,
-        usage: UsageCounter,
-        first_fields: Mapping[str, Any] = _NO_FIELDS,
-    ) -> None:
-        """
-        Args:
-            head: fields of every event, beside `object`.
-            first_fields: fields of the first event only.
-        """
-        self._dialect = dialect
-        self._head = {"object": dialect.chunk_object, **head}
-        self._options = options
-        self._usage = usage
-        self._no_usage = {"usage": None} if options.include_usage else {}
-        self._first_fields = first_fields
-        self._num_choices = 0
+    _dialect: Dialect
+    _given: AnswerHead
+    """Fields of every event, beside `object`."""
+    _options: StreamOptions
+    _usage: UsageCounter
+    _first_fields: Mapping[str, Any]
+    """Fields of the first event only."""
+    _num_choices: int = 0
+
+    def __post_init__(self) -> None:
+        self._head = {"object": self._dialect.chunk_object, **self._given}
+        self._no_usage = {"usage": None} if self._options.include_usage else {}
 
     def next_choice(self) -> ChoiceEvents:
         self._num_choices += 1

@@ -18,9 +18,9 @@ OTHER_EVENTS = "its frontend is lost, and this one, with another release or othe
 class Generation:
     """Submits one engine request per choice. The caller must close it."""
 
-    def __init__(self, context: ChoiceContext, shared: GenerateRequest, writer: AnswerWriter) -> None:
+    def __init__(self, context: ChoiceContext, shared: GenerateRequest, writer: AnswerWriter, interval: int) -> None:
+        """`interval`: tokens of a choice that are written together."""
         self.choices: list[Choice] = []
-        interval = context.options.stream_interval
         self.response = ResponseStream(context.engine.flush_queue, shared.request_id, interval)
         self._context, self._shared, self._writer = context, shared, writer
 
@@ -43,7 +43,7 @@ class Generation:
         summary = self._context.summary
         summary.prompt_tokens += len(prompt.token_ids)
         summary.params = summary.params or params
-        for sample in range(self._context.options.num_samples):
+        for sample in range(self._context.body.n or 1):
             writer = self._writer.next_choice()
             choice = Choice(self.response, self._context, prompt, params, is_first=sample == 0, writer=writer)
             if choice.replay(delivered.batches) != delivered.written:

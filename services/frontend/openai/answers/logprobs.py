@@ -81,14 +81,9 @@ class LogprobQueue:
         self._held.append(self._formatter.position(self._arrived.pop(self._next), offset))
         self._next += 1
 
-    def shown(self, num_chars: int) -> Iterable[ScoredPosition]:
+    def shown(self, num_chars: float) -> Iterable[ScoredPosition]:
         """Yield the tokens whose text begins within the first `num_chars` characters, which are shown now."""
         while self._held and self._held[0].offset < num_chars:
-            yield self._held.popleft()
-
-    def rest(self) -> Iterable[ScoredPosition]:
-        """Yield the tokens that are left at the end of an answer: those without any text."""
-        while self._held:
             yield self._held.popleft()
 
 

@@ -8,9 +8,9 @@ from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutpu
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.dialects import ChatDialect
 from services.frontend.openai.answers.usage import ReasoningCounter
-from services.frontend.openai.parameters.tool_choice import Mode
 from services.frontend.openai.schemas.responses import CallDelta, ChatChoice, ChatDelta, MessageDelta, Usage
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
+from services.frontend.tools.forced import NamedParser
 
 _EMPTY = Chunk()
 
@@ -75,7 +75,7 @@ class ToolDialect(ChatDialect):
         `finish_reason` becomes "tool_calls" if the answer has calls, but not if the client named the one tool to call:
         OpenAI and vLLM report "stop" then.
         """
-        is_call = chunk.finish == "stop" and parser.num_calls > 0 and self.output.tools.mode is not Mode.NAMED
+        is_call = chunk.finish == "stop" and parser.num_calls > 0 and self.output.tools.parser is not NamedParser
         return replace(chunk, text=text, finish="tool_calls" if is_call else chunk.finish)
 
     def _parsed(self, events: list[ParsedEvent]) -> MessageDelta:

@@ -1,7 +1,10 @@
 """Request bodies: from bytes to checked fields."""
 
 import asyncio
-from typing import Any, TypeVar
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import pydantic
@@ -10,21 +13,35 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid
-from services.frontend.openai.parameters.extra_fields import ExtraFields
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import BaseGenerationRequest
+from services.frontend.openai.schemas.unserved import HINTS, Neutral
+
+log = logging.getLogger("runahead.frontend")
 
 BODY_SECONDS = 30.0
 """Time limit for a client to send its body."""
 MAX_ERRORS = 1000
 """Wrong values of a body that are described; more are only counted, as each description takes microseconds."""
+MAX_NAMED = 16
+"""Names in the header and in a log line."""
+MAX_LOGGED = 1024
+"""Distinct combinations of names that are logged, once each."""
+_INDEX = re.compile(r"\.\d+\.")
+_PRINTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+UnknownFieldMode = Literal["warn", "refuse", "ignore"]
 
 B = TypeVar("B", bound=OpenObject)
 C = TypeVar("C", bound=OpenObject)
 
 
-class BodyParser(ExtraFields):
-    """Reads and checks bodies. Names of ignored fields are stored as `state.ignored_parameters` of the request."""
+class BodyParser:
+    """Reads and checks bodies. Of fields that a body's model does not have, known ones are refused by name, and unknown
+    ones are ignored with a notice: their names are stored as `state.ignored_parameters` of the request."""
+
+    def __init__(self, mode: UnknownFieldMode) -> None:
+        self._mode = mode
+        self._logged: set[str] = set()
 
     async def parse(self, http: HTTPRequest, kind: type[B]) -> B:
         """Raises: APIError, naming the field that is wrong"""
@@ -40,6 +57,25 @@ class BodyParser(ExtraFields):
         body = validated(content, kind)
         http.state.ignored_parameters = self.check(body, http.state.request_id)
         return body
+
+    def check(self, body: OpenObject, request_id: str) -> list[str]:
+        """Return the names of ignored fields for the response's header, at most MAX_NAMED.
+
+        Raises: APIError, for a known field that is not served with its value; in the mode "refuse" for any unknown one
+        """
+        unknown = dict.fromkeys(_unknown(body, refuses=self._mode == "refuse"))
+        if not unknown or self._mode != "warn":
+            return []
+        named = [name for name in unknown if _PRINTABLE.fullmatch(name)][:MAX_NAMED]
+        others = len(unknown) - len(named)
+        shown = ", ".join([*named, f"{others} more"] if others else named)
+        if shown not in self._logged and len(self._logged) < MAX_LOGGED:  # a client sends them with each request
+            self._logged.add(shown)
+            log.warning(
+                "unknown parameters ignored (logged once): request_id=%s: %s; --unknown-parameters refuse refuses them",
+                request_id, shown,
+            )  # fmt: skip
+        return named
 
 
 def decoded(raw: bytes) -> dict[str, Any]:
@@ -120,3 +156,43 @@ def _specificity(error: ErrorDetails) -> tuple[bool, int, bool]:
 def _is_name(part: int | str) -> bool:
     """Return False for pydantic's names of union branches, such as list[constrained-int] or NamedTool."""
     return isinstance(part, int) or not (part == "str" or part[:1].isupper() or set(part) & set("[-"))
+
+
+def _unknown(given: pydantic.BaseModel, refuses: bool, within: str = "") -> Iterator[str]:
+    """Yield the paths of the unknown fields of an object and of those in it, without indices of lists.
+
+    Args:
+        within: path of the object.
+
+    Raises: APIError, naming the first field that is refused
+    """
+    if given.model_extra:
+        neutral = given.unserved() if isinstance(given, OpenObject) else {}
+        yield from _not_served(given.model_extra, neutral, within, refuses)
+    for name, value in given:
+        if isinstance(value, pydantic.BaseModel):
+            yield from _unknown(value, refuses, f"{within}{name}.")
+        elif isinstance(value, list) and value and not isinstance(value[0], int):  # token ids may be many
+            for index, item in enumerate(value):
+                if isinstance(item, pydantic.BaseModel):
+                    yield from _unknown(item, refuses, f"{within}{name}.{index}.")
+
+
+def _not_served(extra: Mapping[str, Any], neutral: Neutral, within: str, refuses: bool) -> Iterator[str]:
+    """`_unknown` for the extra fields of the object at `within`."""
+    prefix = _INDEX.sub(".", within)
+    for name, value in extra.items():
+        allowed = neutral.get(name, ())
+        if value is None or any(value == other and type(value) is type(other) for other in allowed):
+            continue
+        if name not in neutral and not refuses:
+            yield prefix + name
+            continue
+        param = (within or name).partition(".")[0]
+        if name not in neutral:
+            logged = f"{prefix}{name if _PRINTABLE.fullmatch(name) else '...'} is not known"
+            raise invalid(f"{within}{name:.80} is not known; leave it out", param, logged)
+        hint = "leave it out" if within else HINTS.get(name, "leave it out")
+        problem = f"{within}{name} is not supported with "
+        message = f"{problem}the value {value!r:.80}; {hint}"
+        raise invalid(message, param, logged=f"{problem}this value")

@@ -1,6 +1,5 @@
 """The tools of a chat request, and whether the answer may or must call them."""
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,20 +14,8 @@ from services.frontend.tools.forced import NamedParser, RequiredParser
 from services.frontend.tools.parser import ToolParser
 
 
-class Mode(enum.Enum):
-    NONE = "none"
-    """The answer has no calls."""
-    AUTO = "auto"
-    """The model may call, in its own format."""
-    REQUIRED = "required"
-    """The answer consists of calls, in a form that a grammar enforces."""
-    NAMED = "named"
-    """The answer is the arguments of one tool, in a form that a grammar enforces."""
-
-
 @dataclass(frozen=True)
 class ToolChoice:
-    mode: Mode
     names: frozenset[str]
     """Names of the tools that may be called."""
     max_calls: int | None
@@ -53,7 +40,7 @@ class ToolChoice:
         max_calls = 1 if body.parallel_tool_calls is False else None
         if not tools or given == "none":
             always = model_format if model_format is not None and model_format.is_for_all_answers else None
-            return cls(Mode.NONE, frozenset(), 0, None, always)
+            return cls(frozenset(), 0, None, always)
         if given is None or given == "auto":
             if model_format is None or not auto_enabled:
                 missing = (
@@ -66,7 +53,7 @@ class ToolChoice:
                     "tool_choice",
                 )
             grammar = _either(body, model_format, tools, max_calls)
-            return cls(Mode.AUTO, frozenset(tools), max_calls, grammar, model_format, tools)
+            return cls(frozenset(tools), max_calls, grammar, model_format, tools)
         return cls._forced(body, given, tools, max_calls)
 
     @classmethod
@@ -85,9 +72,9 @@ class ToolChoice:
                 message = f"tool_choice: {name!r} {problem}"
                 raise invalid(message, "tool_choice", logged=f"tool_choice: the name {problem}")
             grammar = _grammar(schema.arguments_schema(tools[name]))
-            return cls(Mode.NAMED, frozenset({name}), 1, grammar, NamedParser)
+            return cls(frozenset({name}), 1, grammar, NamedParser)
         grammar = _grammar(schema.calls_schema(tools, max_calls))
-        return cls(Mode.REQUIRED, frozenset(tools), max_calls, grammar, RequiredParser)
+        return cls(frozenset(tools), max_calls, grammar, RequiredParser)
 
 
 def _by_name(body: ChatRequest) -> dict[str, schema.JSON | None]:

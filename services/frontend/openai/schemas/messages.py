@@ -1,6 +1,6 @@
 """Messages of a conversation, and the tools that the model may call."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -26,16 +26,12 @@ class RefusalPart(OpenObject):
         return self.refusal
 
 
-class ImageURL(OpenObject):
-    url: Annotated[str, Field(max_length=MAX_URL)]
-
-    @classmethod
-    def unserved(cls) -> Neutral:
-        return {"detail": ("auto",)}
-
-
 class AudioURL(OpenObject):
     url: Annotated[str, Field(max_length=MAX_URL)]
+
+
+class ImageURL(AudioURL):
+    not_served: ClassVar[Neutral] = {"detail": ("auto",)}
 
 
 class InputAudio(OpenObject):
@@ -98,6 +94,7 @@ class ToolCall(OpenObject):
 
 
 class MessageParam(OpenObject):
+    not_served: ClassVar[Neutral] = NEUTRAL_IN_MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = Field(None, max_length=256)
@@ -108,10 +105,6 @@ class MessageParam(OpenObject):
     """Older name of `reasoning`."""
     refusal: Text | None = None
     """Refusal of another model: the text of a message without content."""
-
-    @classmethod
-    def unserved(cls) -> Neutral:
-        return NEUTRAL_IN_MESSAGE
 
     @property
     def files(self) -> list[MediaFile]:

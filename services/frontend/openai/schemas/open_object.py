@@ -1,5 +1,7 @@
 """Base of the objects in request bodies."""
 
+from typing import ClassVar
+
 from pydantic import BaseModel, ConfigDict
 
 from services.frontend.openai.schemas.fields import JSON
@@ -15,11 +17,14 @@ def _add_unserved(schema: JSON, kind: type["OpenObject"]) -> None:
 
 
 class OpenObject(BaseModel):
-    """Object of a body with more fields than are served: the rule for them is in `parameters.extra_fields`."""
+    """Object of a body with more fields than are served: the rule for them is in `parameters.body`."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_add_unserved)
 
+    not_served: ClassVar[Neutral] = {}
+    """Known fields that are not served, of this kind of object alone."""
+
     @classmethod
     def unserved(cls) -> Neutral:
-        """Return the known fields that are not served."""
-        return {}
+        """Return all known fields that are not served."""
+        return cls.not_served

@@ -156,6 +156,10 @@ class BaseGenerationRequest(SampledRequest):
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in given if stop]
 
+    def interval(self, least: int) -> int:
+        """Return the tokens of an answer that are written together. `least`: those of a stream, at least."""
+        return max(least, self.stream_interval or 1) if self.stream else 1
+
 
 class CompletionRequest(BaseGenerationRequest):
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
@@ -186,22 +190,25 @@ class ChatRequest(BaseGenerationRequest):
     chat_template_kwargs: fields.TemplateVariables | None = None
 
 
-class TextsRequest(ScheduledRequest):
-    """Fields of every body whose texts become vectors."""
+class VectorsRequest(ScheduledRequest):
+    """Fields of every body whose inputs, texts or pairs of texts, become vectors."""
 
-    input: (
-        fields.Text | fields.TokenIds
-        | Annotated[list[fields.Text], Field(max_length=fields.MAX_INPUTS, fail_fast=True)]
-        | Annotated[list[fields.TokenIds], Field(max_length=fields.MAX_INPUTS, fail_fast=True)]
-    )  # fmt: skip
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
     """Number of tokens to keep of each input; -1: as many as the context holds."""
     truncation_side: Literal["left", "right"] | None = None
     """The side that is cut off, by default left; with a model that generates no text right, and texts keep their
     special tokens."""
-    add_special_tokens: bool | None = True
     use_activation: bool | None = None
     """False: leave out the last function, such as the norm of an embedding or the softmax of classes."""
+
+
+class TextsRequest(VectorsRequest):
+    input: (
+        fields.Text | fields.TokenIds
+        | Annotated[list[fields.Text], Field(max_length=fields.MAX_INPUTS, fail_fast=True)]
+        | Annotated[list[fields.TokenIds], Field(max_length=fields.MAX_INPUTS, fail_fast=True)]
+    )  # fmt: skip
+    add_special_tokens: bool | None = True
 
 
 class EmbeddingRequest(TextsRequest):
@@ -216,7 +223,7 @@ class PoolingRequest(EmbeddingRequest):
 
 
 @cache
-def unserved_by(kind: type[BaseModel]) -> Neutral:
+def unserved_by(kind: type[OpenObject]) -> Neutral:
     """Return the known fields that a kind of body does not serve: also those that OpenAI's other bodies have."""
     served = kind.model_fields.keys()
     others = {
@@ -224,4 +231,5 @@ def unserved_by(kind: type[BaseModel]) -> Neutral:
         for other in (CompletionRequest, ChatRequest, EmbeddingRequest)
         for name, info in other.model_fields.items()
     }
-    return {name: values for name, values in {**others, **NEUTRAL}.items() if name not in served}
+    known = {**others, **NEUTRAL, **kind.not_served}
+    return {name: values for name, values in known.items() if name not in served}

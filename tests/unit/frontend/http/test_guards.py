@@ -94,7 +94,7 @@ def test_every_route_that_submits_requests_is_refused_for_load_before_it_is_read
     submit = {
         route.path
         for route in with_routes(FrontendConfig()).routes
-        if isinstance(route, Route) and Answering.recorded.__name__ in route.endpoint.__code__.co_names
+        if isinstance(route, Route) and Answering.record_failure.__name__ in route.endpoint.__code__.co_names
     }
     assert submit == ANSWER_PATHS
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from services.frontend.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.frontend.errors import APIError
-from services.frontend.openai.parameters.extra_fields import MAX_NAMED, ExtraFields, UnknownFieldMode
+from services.frontend.openai.parameters.body import MAX_NAMED, BodyParser, UnknownFieldMode
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest, EmbeddingRequest, TextsRequest
 from services.frontend.openai.scores import RerankRequest, ScoreRequest
@@ -30,11 +30,11 @@ def chat(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
 
 
 def ignored(body: OpenObject, mode: UnknownFieldMode = "warn") -> list[str]:
-    return ExtraFields(mode).check(body, "r-1")
+    return BodyParser(mode).check(body, "r-1")
 
 
 def test_fields_of_a_router_are_ignored_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    rule = ExtraFields("warn")
+    rule = BodyParser("warn")
     with caplog.at_level(logging.WARNING, "runahead.frontend"):
         for _ in range(3):
             names = rule.check(chat(**ROUTER), "r-1")

@@ -11,7 +11,6 @@ from protocol.codec import pack
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.frontend.errors import APIError
-from services.frontend.openai.answers.choice import AnswerOptions
 from services.frontend.openai.parameters.sampling import SamplingDefaults, bad_words, sampling_params
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 from services.frontend.text.tokenizer import Tokenizer
@@ -36,8 +35,7 @@ def test_body_takes_precedence_over_the_checkpoint_and_the_checkpoint_over_opena
 
 def test_larger_stream_interval_holds_for_a_stream() -> None:
     def interval(least: int, **body: object) -> int:
-        given = CompletionRequest.model_validate({"prompt": "x", **body})
-        return AnswerOptions.from_body(given, least).stream_interval
+        return CompletionRequest.model_validate({"prompt": "x", **body}).interval(least)
 
     assert [interval(4, stream=True, stream_interval=asked) for asked in (None, 1, 8)] == [4, 4, 8]
     assert interval(4, stream_interval=8) == 1, "what is not streamed is counted as it comes"

@@ -17,7 +17,7 @@ from services.frontend.openai.schemas.responses import Usage
 from services.frontend.output_formats import TOOL_FORMATS as FORMATS
 from services.frontend.output_formats import OutputFormats
 from services.frontend.reasoning.think import ReasoningStart
-from services.frontend.responses_api.answers import ResponseInProgress, head_json
+from services.frontend.responses_api.answers import ResponseEvents, head_json
 from services.frontend.responses_api.schemas import ResponsesRequest
 from services.frontend.tools.hermes import HermesParser
 
@@ -86,7 +86,7 @@ def test_tokens_of_reasoning_are_counted_while_it_is_streamed() -> None:
     streaming.reasoning.count_tokens = lambda text: counted.append(text) or len(text)
     head = head_json(ResponsesRequest.model_validate({"input": "x"}), "resp_0", "demo", False, 0)
     parser = AnswerParser(streaming.output, eager=True)
-    response = ResponseInProgress(head, parser, UsageCounter(), streaming.reasoning.count_tokens)
+    response = ResponseEvents(head, parser, UsageCounter(), streaming.reasoning.count_tokens)
     for _ in range(3 * COUNTED_AT_ONCE):
         streaming.deltas(0, Chunk("a"))
         response.push(Chunk("a"))
