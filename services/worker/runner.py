@@ -37,9 +37,9 @@ class Identity:
     leaves_rows_out: bool = False
     """True: rows without masks do not hold back the others (left-out row, docs/invariants.md)."""
     waits_for_masks: bool = True
-    """For a runner that leaves rows out. True: `sample_tokens` is called at once and without a grammar, and another
-    thread of the runner waits for the masks of `add_masks`. False: the runner computes on the calling thread, which
-    waits for masks (step_queue.py); `sample_tokens` leaves out the constrained rows without masks in its grammar."""
+    """True: `sample_tokens` is called at once and without a grammar, and another thread of the runner waits for the
+    masks of `add_masks`. False: the runner computes on the calling thread, which waits for masks (step_queue.py);
+    `sample_tokens` leaves out the constrained rows without masks in its grammar."""
     single_rank: str = ""
     """Reason why the worker can only be the single rank of a group; "": it may have others."""
     serves_loras: bool = False
@@ -137,8 +137,8 @@ class ModelRunner(Protocol):
         ...
 
     def add_masks(self, grammar: GrammarOutput) -> None:
-        """Take masks of a launched step, which may have been sampled without them. Called only for a runner that leaves
-        rows out and waits for masks itself (`Identity`)."""
+        """Take masks of a launched step, which may have been sampled without them. Called only for a runner that waits
+        for masks itself (`Identity`)."""
         ...
 
     def end_masks(self) -> None:
