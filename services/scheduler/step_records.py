@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from msgspec.structs import replace
 
 from protocol.codec import pack, unpack
 from protocol.records import (
@@ -45,16 +45,9 @@ _durations_of = attrgetter(*STEP_DURATIONS)
 class _Step:
     """A step without its result, or one that waits for the reports of other ranks."""
 
-    event: events.StepDispatched
+    record: StepRecord
+    """With what is known so far, but without `ranks`."""
     num_ranks: int
-    planned: float
-    dispatched: float
-    frontends: NDArray[np.int32]
-    numbers: NDArray[np.uint32]
-    prefills: NDArray[np.bool_]
-    result_received: float = 0.0
-    applied: float = 0.0
-    generated: bytes = b""
     ranks: dict[int, RankTimes] = field(default_factory=dict)
 
 
@@ -135,8 +128,9 @@ class StepRecorder:
                     times = _shifted(rank.times, clock_offset)
                     step.ranks[rank.rank] = RankTimes(rank.rank, times, rank.returns_result)
             case events.ResultArrived(result=result):
-                if (step := self._steps.get((result.epoch, result.step_id))) is not None:
-                    step.result_received = step.result_received or now
+                step = self._steps.get((result.epoch, result.step_id))
+                if step is not None and not step.record.result_received:
+                    step.record = replace(step.record, result_received=now)
             case events.ResultApplied():
                 self._on_applied(now, entry)
             case events.RequestPreempted(request=(frontend, number)):
@@ -164,9 +158,31 @@ class StepRecorder:
         for new, key in zip(plan.new, event.requests, strict=True):
             self._enter(new.slot, key, len(unpack(new.token_ids)))
             self._requests.append(RequestRecord(*key, new.request_id, new.num_prompt_tokens))
-        frontends, numbers, tokens = self._owners[event.step.slots].T
-        columns = frontends.astype(np.int32), numbers.astype(np.uint32), event.step.starts < tokens
-        self._steps[plan.epoch, plan.step_id] = _Step(event, self._num_ranks, self._began, now, *columns)
+        row = event.step
+        frontends, numbers, tokens = self._owners[row.slots].T
+        record = StepRecord(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            planned=self._began,
+            dispatched=now,
+            result_received=0.0,
+            applied=0.0,
+            ranks=[],
+            frontends=pack(frontends.astype(np.int32)),
+            numbers=pack(numbers.astype(np.uint32)),
+            scheduled=pack(row.counts),
+            prefills=(row.starts < tokens).tobytes(),
+            drafted=pack(row.drafts),
+            generated=b"",
+            steps_in_flight=event.steps_in_flight,
+            num_running=event.num_running,
+            num_waiting=event.num_waiting,
+            kv_cache_usage=event.kv_cache_usage,
+            num_speculative_tokens=row.proposes,
+            is_draft_trial=row.is_trial,
+            speculation_rests=row.rests,
+        )
+        self._steps[plan.epoch, plan.step_id] = _Step(record, self._num_ranks)
         self._began = now
 
     def _on_applied(self, now: float, event: events.ResultApplied) -> None:
@@ -176,7 +192,7 @@ class StepRecorder:
             return
         generated = np.zeros(len(event.step.slots), np.int32)
         generated[event.step.samples] = event.counts
-        step.generated, step.applied = pack(generated), now
+        step.record = replace(step.record, generated=pack(generated), applied=now)
         self._applied.append(key)
 
     def _on_finished(self, event: events.RequestFinished) -> None:
@@ -222,11 +238,11 @@ class StepRecorder:
         records, now = [], self._clock()
         while self._applied:
             step = self._steps[self._applied[0]]
-            waits = len(step.ranks) < step.num_ranks and now < step.applied + REPORT_SECONDS
+            waits = len(step.ranks) < step.num_ranks and now < step.record.applied + REPORT_SECONDS
             if waits and not everything:
                 break
             del self._steps[self._applied.popleft()]
-            records.append(_record(step))
+            records.append(replace(step.record, ranks=[step.ranks[rank] for rank in sorted(step.ranks)]))
         if not (records or self._events or self._dropped or everything):
             return None  # a request alone waits for a step: its first one, or the next one of others
         batch = StepRecords(records, list(self._events), self._dropped, now, list(self._requests))
@@ -240,29 +256,3 @@ def _shifted(times: StepTimes, offset: float) -> StepTimes:
     """Return the times on the scheduler's clock; 0.0 still means that a time was not measured."""
     moments = (at and at - offset for at in _moments_of(times))
     return StepTimes(*(*moments, *_durations_of(times)))
-
-
-def _record(step: _Step) -> StepRecord:
-    event, row = step.event, step.event.step
-    return StepRecord(
-        epoch=event.plan.epoch,
-        step_id=event.plan.step_id,
-        planned=step.planned,
-        dispatched=step.dispatched,
-        result_received=step.result_received,
-        applied=step.applied,
-        ranks=[step.ranks[rank] for rank in sorted(step.ranks)],
-        frontends=pack(step.frontends),
-        numbers=pack(step.numbers),
-        scheduled=pack(row.counts),
-        prefills=step.prefills.tobytes(),
-        drafted=pack(row.drafts),
-        generated=step.generated,
-        steps_in_flight=event.steps_in_flight,
-        num_running=event.num_running,
-        num_waiting=event.num_waiting,
-        kv_cache_usage=event.kv_cache_usage,
-        num_speculative_tokens=row.proposes,
-        is_draft_trial=row.is_trial,
-        speculation_rests=row.rests,
-    )

@@ -37,9 +37,9 @@ class Identity:
     leaves_rows_out: bool = False
     """True: rows without masks do not hold back the others (left-out row, docs/invariants.md)."""
     waits_for_masks: bool = True
-    """For a runner that leaves rows out. True: `sample_tokens` is called at once and without a grammar, and another
-    thread of the runner waits for the masks of `add_masks`. False: the runner computes on the calling thread, which
-    waits for masks (step_queue.py); `sample_tokens` leaves out the constrained rows without masks in its grammar."""
+    """True: `sample_tokens` is called at once and without a grammar, and another thread of the runner waits for the
+    masks of `add_masks`. False: the runner computes on the calling thread, which waits for masks (step_queue.py);
+    `sample_tokens` leaves out the constrained rows without masks in its grammar."""
     single_rank: str = ""
     """Reason why the worker can only be the single rank of a group; "": it may have others."""
     serves_loras: bool = False
@@ -58,7 +58,6 @@ class Output(Protocol):
     @property
     def is_done(self) -> bool:
         """True: the sampled ids are on the host, and `get` waits for nothing."""
-        ...
 
     def get(self) -> ModelRunnerOutput | StepTimes:
         """Wait, without spinning, for the host copy. No later step changes the result (immutable result).
@@ -67,7 +66,6 @@ class Output(Protocol):
         returns the result. The caller sets `received`, `sent`, `idle`, `plan_wait` and `forward_gap`, and
         takes the wait for the plan out of `prepared_wait`.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,6 @@ class ModelRunner(Protocol):
     @property
     def shard(self) -> Shard | None:
         """The shard that `load` reads fastest: its weights are in memory, or were read last. None: all are equal."""
-        ...
 
     def identify(self) -> Identity:
         """Read the checkpoint's configuration, but not its weights.
@@ -96,7 +93,6 @@ class ModelRunner(Protocol):
         Raises:
             LoadError or CheckpointError: the model cannot be served.
         """
-        ...
 
     def load(self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None) -> Loaded:
         """Join the other ranks, and read this rank's weights unless they are in memory from an earlier epoch.
@@ -109,7 +105,6 @@ class ModelRunner(Protocol):
             LoadError or CheckpointError: the model cannot be served.
             RanksLost: the other ranks cannot be reached.
         """
-        ...
 
     def init_kv_cache(self, init: InitializeCache) -> None:
         """Allocate `num_blocks` blocks of `Assignment.block_size` tokens.
@@ -117,7 +112,6 @@ class ModelRunner(Protocol):
         Raises:
             RanksLost: another rank has gone or `abort` was called.
         """
-        ...
 
     def execute_model(self, step: SchedulerOutput) -> None:
         """Apply the plan to the batch and launch the forward pass. The logits stay on the device.
@@ -126,7 +120,6 @@ class ModelRunner(Protocol):
             RuntimeError: the previous step was executed but not sampled (single pending state).
             RanksLost: another rank has gone or `abort` was called.
         """
-        ...
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
         """Sample the rows with `samples`. The ids stay in their slots for the next step, and are copied to the host.
@@ -134,28 +127,22 @@ class ModelRunner(Protocol):
         Raises:
             RanksLost: another rank has gone or `abort` was called.
         """
-        ...
 
     def add_masks(self, grammar: GrammarOutput) -> None:
-        """Take masks of a launched step, which may have been sampled without them. Called only for a runner that leaves
-        rows out and waits for masks itself (`Identity`)."""
-        ...
+        """Take masks of a launched step, which may have been sampled without them. Called only for a runner that waits
+        for masks itself (`Identity`)."""
 
     def end_masks(self) -> None:
         """The worker leaves, and takes no more masks: a step that waits for some ends with RanksLost."""
-        ...
 
     def release(self, slots: NDArray[np.int32]) -> None:
         """Empty slots whose request has left, without a step."""
-        ...
 
     def leave(self) -> None:
         """End the epoch: drop batch, cache and process groups, and keep the weights. Wait for no other rank."""
-        ...
 
     def abort(self) -> None:
         """End a call that hangs in a collective with RanksLost, if possible. May be called from any thread."""
-        ...
 
     def shutdown(self) -> None: ...
 

@@ -2,15 +2,13 @@
 
     REGISTERED   ── Assignment ──►       LOADING       (weights; ends with `loaded`)
     LOADED       ── InitializeCache ──►  INITIALIZING  (cache and canary step; ends with `ready`)
-    SERVING     ◄── plan, grammar ──►    SAMPLING      (a forward pass waits for its grammar)
     any          ── ranks_lost ──►       RANKS_LOST    (another rank is gone; waits for the end of the epoch)
     any          ── EndEpoch ──►         REGISTERED    (the worker registers again)
     any          ── Shutdown ──►         LEAVING
     any          ── failed ──►           FAILED        (nothing more is executed)
     any          ── reconnected ──►      REGISTERED    (to another scheduler, whose epochs are later)
 
-A worker that leaves rows out (left-out row; docs/invariants.md) never is in SAMPLING: it is given the masks of steps
-in any number of messages, also after later plans. Its runner waits for them, or `StepQueue` does.
+The masks of a step come in any number of messages behind its plan. The runner waits for them, or `StepQueue` does.
 
 Steps are executed in order, each exactly once (step order; docs/invariants.md): the next step is executed, the kept
 result of a repeated step is sent again, and a gap is a fault. Messages of another epoch, and assignments to an epoch
@@ -34,18 +32,9 @@ class Phase(Enum):
     LOADED = auto()
     INITIALIZING = auto()
     SERVING = auto()
-    SAMPLING = auto()
     RANKS_LOST = auto()
     LEAVING = auto()
     FAILED = auto()
-
-
-@dataclass(frozen=True)
-class SampleStep:
-    """Sample the executed step with its grammar; None: all constrained rows are left out."""
-
-    grammar: GrammarOutput | None
-    step: SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -55,9 +44,9 @@ class ResendResult:
     step_id: int
 
 
-StepAction = SchedulerOutput | SampleStep | GrammarOutput | ResendResult | ReleaseSlots | LoadBlocks | KeepPins
-"""A message is the action that it names. `SchedulerOutput`: launch the forward pass of the next step, and its sampling
-unless that waits for a grammar. `GrammarOutput`: masks of a step that was launched, perhaps sampled without them."""
+StepAction = SchedulerOutput | GrammarOutput | ResendResult | ReleaseSlots | LoadBlocks | KeepPins
+"""A message is the action that it names. `SchedulerOutput`: launch the next step. `GrammarOutput`: masks of a step that
+was launched, perhaps sampled without them."""
 Action = Assignment | InitializeCache | EndEpoch | Ping | Shutdown | StepAction | StepFault
 """A message of the group is the action that it names. A `StepFault` is sent to the scheduler, then the worker
 leaves."""
@@ -73,10 +62,6 @@ class Session:
         """The last load of this epoch."""
         self.returns = False
         """A scheduler was lost since the last assignment."""
-        self._unsampled: SchedulerOutput | None = None
-        """The step that waits for its grammar; set in SAMPLING alone."""
-        self.leaves_rows_out = False
-        """True: no step waits for its grammar here."""
         self.collects_masks = False
         """True: the actions of steps pass through a `StepQueue`, because the runner does not wait for masks."""
 
@@ -94,7 +79,7 @@ class Session:
 
     def reconnected(self) -> None:
         """The scheduler was lost and another one may have taken its place: its next assignment begins a later epoch."""
-        self.phase, self._unsampled = Phase.REGISTERED, None
+        self.phase = Phase.REGISTERED
         self.returns = True
 
     def failed(self) -> None:
@@ -125,8 +110,7 @@ class Session:
         is_late = isinstance(message, StepMessage) and message.epoch < self.epoch
         if self.phase is Phase.RANKS_LOST or is_late:
             return None
-        phase = Phase.SERVING if self.phase is Phase.SAMPLING else self.phase  # they allow the same messages
-        handle = self._TABLE.get((phase, type(message)))
+        handle = self._TABLE.get((self.phase, type(message)))
         if handle is None:
             raise ProtocolError(f"{type(message).__name__} is not allowed while {self.phase.name}")
         return handle(self, message) if self._has_right_epoch(message) else None
@@ -161,25 +145,13 @@ class Session:
         expected = self.last_step + 1
         if step.step_id != expected:
             return self._fault(step.step_id, f"step {step.step_id} arrived, but step {expected} is next")
-        if self.phase is Phase.SAMPLING:
-            return self._fault(
-                step.step_id, f"step {step.step_id} arrived, but step {self.last_step} waits for its grammar"
-            )
         self.last_step = step.step_id
-        if step.has_structured_output_requests and not self.leaves_rows_out:
-            self.phase, self._unsampled = Phase.SAMPLING, step
         return step
 
-    def _on_grammar(self, grammar: GrammarOutput) -> Action | None:
-        if self.leaves_rows_out and grammar.step_id <= self.last_step:
-            return grammar
-        if grammar.step_id < self.last_step or (self.phase is Phase.SERVING and grammar.step_id == self.last_step):
-            return None  # a repetition of a grammar that was used
-        if self.phase is Phase.SERVING or grammar.step_id != self.last_step:
+    def _on_grammar(self, grammar: GrammarOutput) -> Action:
+        if grammar.step_id > self.last_step:
             return self._fault(grammar.step_id, f"a grammar for step {grammar.step_id}, which has not arrived")
-        self.phase = Phase.SERVING
-        assert self._unsampled is not None
-        return SampleStep(grammar, self._unsampled)
+        return grammar
 
     def _on_release(self, message: ReleaseSlots | KeepPins) -> Action:
         return message

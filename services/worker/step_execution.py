@@ -9,8 +9,8 @@ from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ReleaseSlots, Sc
 from services.worker.result_sender import LaunchedStep, fault
 from services.worker.runner import ModelRunner, OutOfMemory, RanksLost, is_out_of_memory
 from services.worker.scheduler_link import SchedulerLink
-from services.worker.session import Phase, ResendResult, SampleStep, Session, StepAction
-from services.worker.step_queue import StepQueue
+from services.worker.session import Phase, ResendResult, Session, StepAction
+from services.worker.step_queue import SampleStep, StepQueue
 from services.worker.tiers.offload import Offload
 
 log = logging.getLogger("runahead.worker")
@@ -72,7 +72,7 @@ class StepExecution:
         while not self._queue.waits and (queued := self._queue.next()) is not None:
             self._execute(*queued)
 
-    def _execute(self, action: StepAction, received: float) -> None:
+    def _execute(self, action: StepAction | SampleStep, received: float) -> None:
         executed = action.step if isinstance(action, SampleStep) else action
         step = executed if isinstance(executed, SchedulerOutput) else None
         step_id = self._session.last_step if step is None else step.step_id
@@ -91,14 +91,14 @@ class StepExecution:
             self._link.results.put(fault(self._session.epoch, step_id, error))
             self._session.failed()
 
-    def _run(self, action: StepAction, received: float) -> None:
+    def _run(self, action: StepAction | SampleStep, received: float) -> None:
         match action:
             case SchedulerOutput():
                 self._received = received
                 self._follow(action)
                 self._request_ids |= {request.slot: request.request_id for request in action.new}
                 self._runner.execute_model(action)
-                if self._session.phase is not Phase.SAMPLING and not self._queue.waits:
+                if not self._queue.waits:
                     self._sample(action, None)
             case SampleStep(grammar, step):
                 self._sample(step, grammar)

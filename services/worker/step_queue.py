@@ -7,13 +7,22 @@ behind it, in order.
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from protocol.codec import unpack
 from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services.worker.backends.clock import MONOTONIC, Clock
 from services.worker.backends.mask_inbox import KEPT_STEPS, Forward, MaskInbox, joined
-from services.worker.session import ResendResult, SampleStep, StepAction
+from services.worker.session import ResendResult, StepAction
+
+
+@dataclass(frozen=True)
+class SampleStep:
+    """Sample the executed step with its grammar; None: all constrained rows are left out."""
+
+    grammar: GrammarOutput | None
+    step: SchedulerOutput
 
 
 class QueuedAction(NamedTuple):

@@ -164,7 +164,10 @@ class RankGroup:
         return get
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> "Handle":
-        return Handle(self, self.post("sample", None if grammar is None else encode(grammar)))
+        return Handle(self, self.post("sample"))
+
+    def add_masks(self, grammar: GrammarOutput) -> None:
+        self.post("masks", encode(grammar))
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self.call("release", slots.tobytes())

@@ -25,8 +25,7 @@ from services.worker.backends.native.stages import NativeOutput
 from services.worker.backends.registry import create_runner
 from services.worker.distributed.rendezvous import listen
 from services.worker.runner import ModelRunner, Output
-from services.worker.session import SampleStep
-from services.worker.step_queue import StepQueue
+from services.worker.step_queue import SampleStep, StepQueue
 
 HEAD = struct.Struct("<I")
 MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
@@ -104,9 +103,8 @@ class ServedRank:
         logits = self.runner.epoch.logits
         return None if logits is None else (logits.numpy().tobytes(), logits.shape)
 
-    def sample(self, grammar: bytes | None) -> bytes | None:
-        decoded = None if grammar is None else msgspec.msgpack.decode(grammar, type=GrammarOutput)
-        result = self.runner.sample_tokens(decoded).get()
+    def sample(self, _: None) -> bytes | None:
+        result = self.runner.sample_tokens(None).get()
         return msgspec.msgpack.encode(result) if isinstance(result, ModelRunnerOutput) else None
 
     def launch(self, step: bytes) -> None:

@@ -111,11 +111,13 @@ class _Recorder:
         rng, run, alive = self._rng, self.run, self._alive
         chosen = [alive[i] for i in rng.permutation(len(alive))[: rng.choice([1, 1, 2, len(alive)])]]
         rows = [(r, r.left if rng.random() < 0.3 else int(rng.integers(1, r.left + 1))) for r in chosen]
-        constrained = [request.slot for request, count in rows if count == request.left and rng.random() < 0.2]
-        plan = self._plans.step(*rows, grammar=bool(constrained))
-        grammar = self._draw_grammar(plan, constrained) if constrained else None
+        constrained = [request for request, count in rows if count == request.left and rng.random() < 0.2]
+        plan = self._plans.step(*rows, masked=constrained)
+        grammar = self._draw_grammar(plan) if constrained else None
         self._runner.execute_model(plan)
-        result = result_of(self._runner.sample_tokens(grammar))
+        if grammar is not None:
+            self._runner.add_masks(grammar)
+        result = result_of(self._runner.sample_tokens(None))
         sampled_tokens = tokens(result)
         for request in chosen:
             if request.slot in sampled_tokens:
@@ -125,10 +127,9 @@ class _Recorder:
         run.logprobs.append(result.logprobs)
         run.tokens.append(sampled_tokens)
 
-    def _draw_grammar(self, plan: SchedulerOutput, slots: list[int]) -> GrammarOutput:
+    def _draw_grammar(self, plan: SchedulerOutput) -> GrammarOutput:
+        slots = unpack(plan.masked).tolist()
         masks = self._rng.integers(0, 2**31, (len(slots), -(-VOCAB // 32)), np.int32)
-        order = unpack(plan.slots).tolist()
-        assert slots == sorted(slots, key=order.index)
         return grammar_output(plan, slots, masks.tobytes())
 
 

@@ -56,8 +56,9 @@ class SimRank(ServedRank):
         self.runner.execute_model(msgspec.msgpack.decode(step, type=SchedulerOutput))
 
     def sample(self, grammar: bytes | None) -> None:
-        decoded = None if grammar is None else msgspec.msgpack.decode(grammar, type=GrammarOutput)
-        self.outputs.append(self.runner.sample_tokens(decoded))
+        if grammar is not None:
+            self.runner.add_masks(msgspec.msgpack.decode(grammar, type=GrammarOutput))
+        self.outputs.append(self.runner.sample_tokens(None))
 
     def results(self, _: None) -> list[bytes]:
         """Return the results of all steps since the last call; `StepTimes` on a rank that is not the output rank."""

@@ -85,8 +85,8 @@ def test_sampling_parameters_and_grammars_equal_one_rank(tied: Family, start: St
             driver.plan([(masked, 29)]), has_structured_output_requests=True, masked=i32(masked.slot)
         )
         driver.runner.execute_model(plan)
-        grammar = GrammarOutput(1, plan.step_id, i32(masked.slot), masks.tobytes())
-        assert ints(driver.runner.sample_tokens(grammar).get().token_ids) == [207]
+        driver.runner.add_masks(GrammarOutput(1, plan.step_id, i32(masked.slot), masks.tobytes()))
+        assert ints(driver.runner.sample_tokens(None).get().token_ids) == [207]
         masked.output.append(207)
         driver.generate([masked], 4)
         results.append(outputs([plain, warm, held, masked]))

@@ -35,7 +35,7 @@ from protocol.steps import (
 )
 from services.scheduler.core.limits import Limits
 from services.worker.sampling.reference import TokenLogprobs
-from services.worker.session import SampleStep, Session
+from services.worker.session import Session
 from tests.simulation.drafts import Foresight, Speculating
 from tests.simulation.hashing import ROOT, extend, in_group
 from tests.simulation.reference import HIDDEN_SIZE, choose, hidden, scores_of
@@ -174,7 +174,7 @@ class OracleWorker:
         self.entered: list[int] = []
         """`needs` of each plan that was executed; the reader clears it."""
         self.session = Session()
-        self.session.leaves_rows_out = limits.leaves_rows_out
+        self._leaves_rows_out = limits.leaves_rows_out
         self.session.on(Assignment(epoch, 0, 1, block_size, limits.num_slots, limits.max_num_batched_tokens))
         self.session.loaded()
         self.session.on(InitializeCache(num_blocks, limits.max_model_len))
@@ -185,8 +185,9 @@ class OracleWorker:
         were sampled: at once, or with their grammar masks."""
         match self.session.on(MESSAGES.decode(frame)):
             case SchedulerOutput() as plan:
+                self._demand(self._leaves_rows_out or self._deferred is None, "a plan came before the masks of a step")
                 self._queued.append((plan, self.confirmed))
-            case SampleStep(grammar) | (GrammarOutput() as grammar):
+            case GrammarOutput() as grammar:
                 self._masks.setdefault(grammar.step_id, []).append(grammar)
             case LoadBlocks():
                 pass  # the world fills the blocks

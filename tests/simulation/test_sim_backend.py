@@ -14,7 +14,7 @@ from protocol.codec import Decoder, encode, pack, unpack
 from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams, StructuredOutputParams
-from protocol.steps import ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
+from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core.drafting import FixedDrafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
@@ -22,7 +22,7 @@ from services.scheduler.policies import ChunkedPolicy
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE
 from services.worker.runner import Output
 from services.worker.sampling.reference import TokenLogprobs
-from services.worker.session import Phase, SampleStep, Session
+from services.worker.session import Session
 from tests.simulation.answers import CollectedAnswer, receive
 from tests.simulation.grammar import Automaton, Compilation
 from tests.simulation.parameters import MATRIX, STRUCTURED, with_parameters
@@ -90,15 +90,14 @@ class SimEngine:
             match self.session.on(MESSAGES.decode(encode(message))):
                 case SchedulerOutput() as step:
                     self.runner.execute_model(step)
-                    if not step.has_structured_output_requests:
-                        self.outputs.append(self.runner.sample_tokens(None))
-                case SampleStep(grammar):
-                    self.outputs.append(self.runner.sample_tokens(grammar))
+                    self.outputs.append(self.runner.sample_tokens(None))
+                case GrammarOutput() as grammar:
+                    self.runner.add_masks(grammar)
                 case ReleaseSlots(slots=slots):
                     self.runner.release(unpack(slots))
                 case other:
                     raise AssertionError(f"unexpected {other}")
-        self.deferred += self.session.phase is Phase.SAMPLING
+        self.deferred += bool(self.core.queue.unmasked)
         if self.outputs:
             result = result_of(self.outputs.popleft())
             self.core.on_result(RESULTS.decode(encode(result)))

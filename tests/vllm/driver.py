@@ -30,8 +30,8 @@ from services.worker.backends.vllm.platforms.choice import worker_platform
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.batch.slots import EMPTY
 from services.worker.runner import Output
-from services.worker.session import Action, Phase, SampleStep, Session
-from services.worker.step_queue import StepQueue
+from services.worker.session import Session, StepAction
+from services.worker.step_queue import SampleStep, StepQueue
 from tests.simulation.answers import CollectedAnswer, receive
 from tests.simulation.grammar import Compilation, LateMasks
 
@@ -87,7 +87,6 @@ class VllmWorker:
     def enter(self, num_blocks: int) -> Session:
         assignment = self.next_assignment()
         session = Session()
-        session.leaves_rows_out = session.collects_masks = self.leaves_rows_out
         session.on(assignment)
         self.loaded = self.runner.load(assignment, self._progress)
         session.loaded()
@@ -238,19 +237,16 @@ class VllmRun:
         """Send what can be sent, and compute until a step waits for its masks: the worker reads all messages first."""
         for message in self.core.dispatch():
             action = self._session.on(MESSAGES.decode(encode(message)))
-            if self._session.collects_masks:
-                assert isinstance(action, SchedulerOutput | GrammarOutput | ReleaseSlots)
-                self._queue.put(action, 0.0)
-            else:
-                self._execute(action)
+            assert isinstance(action, SchedulerOutput | GrammarOutput | ReleaseSlots)
+            self._queue.put(action, 0.0)
         while (queued := self._queue.next()) is not None:
             self._execute(queued.action)
 
-    def _execute(self, action: Action | None) -> None:
+    def _execute(self, action: StepAction | SampleStep) -> None:
         match action:
             case SchedulerOutput() as step:
                 self._runner.execute_model(step)
-                if self._session.phase is not Phase.SAMPLING and not self._queue.waits:
+                if not self._queue.waits:
                     self._outputs.append(self._runner.sample_tokens(None))
             case SampleStep(grammar):
                 self._outputs.append(self._runner.sample_tokens(grammar))

@@ -17,7 +17,7 @@ from protocol.sampling import Pooling, SamplingParams
 from services.config import WorkerConfig
 from services.scheduler.capabilities import refusal, table
 from services.worker.backends.vllm.engine_config import EngineOptions
-from services.worker.backends.vllm.platforms.cpu import CpuPlatform
+from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from tests.vllm.driver import VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
     FEW_BLOCKS,
@@ -55,7 +55,7 @@ class IdleStream:
         pass
 
 
-class AsynchronousCpu(CpuPlatform):
+class AsynchronousCpu(WorkerPlatform):
     """vLLM's CPU worker with the asynchronous output of its GPU worker."""
 
     def check(self, config: Any, options: EngineOptions) -> None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 from protocol.codec import unpack
-from protocol.requests import MAX_PRIORITY, MAX_RETRY_AFTER, FinishReason, GenerateRequest
+from protocol.records import RequestTimes
+from protocol.requests import MAX_PRIORITY, MAX_RETRY_AFTER, Finish, FinishReason, GenerateRequest
 from protocol.sampling import Pooling
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.slots import Column
@@ -16,17 +17,6 @@ MAX_OPEN_MEDIA_BYTES = 2 << 30
 AGAIN = 2
 """Requests, and bytes of their files, that may be open with those that were admitted before, as a multiple of those
 that new ones can fill."""
-
-
-class Refusal(NamedTuple):
-    reason: FinishReason
-    message: str
-    retry_after: float = 0.0
-    """Seconds until the shortest request is expected to be admitted; 0.0: perhaps now."""
-    limit: str = ""
-    """Setting whose limit is reached. "": the request can never be served."""
-    by_settings: bool = False
-    """`Finish.by_settings`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +32,24 @@ class Admission:
 
     def refusal(
         self, message: GenerateRequest, limits: Limits, store: RequestStore, wait: Callable[[int], float]
-    ) -> Refusal | None:
-        """Return why the request is not admitted, or None.
+    ) -> tuple[Finish, str] | None:
+        """Return the end of a request that is not admitted, and the setting whose limit is reached; "": the request can
+        never be served.
 
         Args:
             wait: returns the seconds that a new request with so many tokens is expected to wait for its first step.
         """
         tokens = unpack(message.token_ids)
+        refused = partial(Finish, message.number, times=RequestTimes(ended=store.now))
         if problem := self._prompt_problem(message, tokens, limits) or self._parameter_problem(message, limits):
-            return Refusal(FinishReason.INVALID, problem)
+            return refused(FinishReason.INVALID, message=problem), ""
         problem = (
             self._size_problem(message, len(tokens), limits)
             or self._missing_feature(message, store.compiling.compiler is not None, limits)
             or self._media_problem(message, limits)
         )
         if problem is not None:
-            return Refusal(FinishReason.INVALID, problem, by_settings=True)
+            return refused(FinishReason.INVALID, message=problem, by_settings=True), ""
         full = self._full_again if message.age else self._full
         limit = full(len(tokens), limits, store)
         if message.media is not None and not limit:
@@ -65,14 +57,14 @@ class Admission:
             most = MAX_OPEN_MEDIA_BYTES * (AGAIN if message.age else 1)
             limit = "max_media_bytes" if held + len(message.media.data) > most else ""
         if limit:
-            return Refusal(FinishReason.REJECTED, "the server is overloaded; try again later", limit=limit)
+            return refused(FinishReason.REJECTED, message="the server is overloaded; try again later"), limit
         if message.age:
             return None
         if (seconds := wait(len(tokens))) > self.max_queue_seconds:
             expected = f"a new request would wait about {seconds:.1f} s, and the limit is {self.max_queue_seconds:g} s"
             text = f"the server is overloaded: {expected}; try again later"
             retry_after = min(max(wait(1) - self.max_queue_seconds, 0.0), MAX_RETRY_AFTER)
-            return Refusal(FinishReason.REJECTED, text, retry_after, "max_queue_seconds")
+            return refused(FinishReason.REJECTED, message=text, retry_after=retry_after), "max_queue_seconds"
         return None
 
     def _full(self, num_tokens: int, limits: Limits, store: RequestStore) -> str:

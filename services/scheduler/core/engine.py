@@ -13,11 +13,10 @@ from itertools import takewhile
 
 from protocol.codec import pack, unpack
 from protocol.columns import total
-from protocol.records import RequestTimes
-from protocol.requests import ITERATION_TOKENS, Finish, FinishReason, GenerateRequest, RequestOutputs
+from protocol.requests import ITERATION_TOKENS, FinishReason, GenerateRequest, RequestOutputs
 from protocol.steps import KeepPins, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core import observer as events
-from services.scheduler.core.admission import Admission, Refusal
+from services.scheduler.core.admission import Admission
 from services.scheduler.core.apply import ResultApplier
 from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.batch_queue import BatchQueue
@@ -150,7 +149,11 @@ class EngineCore:
             raise ValueError(f"frontend {frontend} reused number {message.number}, which is still open")
         refusal = self._admission.refusal(message, self.epoch.limits, store, self.queue_seconds)
         if refusal is not None:
-            self._refuse(frontend, message, refusal)
+            finish, limit = refusal
+            store.outputs.finish(frontend, finish)
+            if limit:
+                store.counters[f"admission_rejections:{limit}"] += 1
+            self.observers.emit(events.RequestRefused(frontend, message.request_id, finish))
             return
         self._admitted += 1
         request = store.requests[key] = Request(
@@ -181,17 +184,6 @@ class EngineCore:
     def queue_seconds(self, num_tokens: int = 1) -> float:
         """Return the seconds that a new request of so many tokens is expected to wait for its first step."""
         return self._queue_time.seconds(self.store, self.epoch, num_tokens)
-
-    def _refuse(self, frontend: int, message: GenerateRequest, refusal: Refusal) -> None:
-        reason, why, retry_after, limit, by_settings = refusal
-        times = RequestTimes(ended=self.store.now)
-        finish = Finish(
-            message.number, reason, message=why, times=times, retry_after=retry_after, by_settings=by_settings
-        )
-        self.store.outputs.finish(frontend, finish)
-        if limit:
-            self.store.counters[f"admission_rejections:{limit}"] += 1
-        self.observers.emit(events.RequestRefused(frontend, message.request_id, finish))
 
     def replay(self, ticket: int, grammar: Grammar | str) -> bool:
         """Let a grammar accept some of the output tokens that its request came with; `on_grammar` does not repeat them.

@@ -271,7 +271,6 @@ class RequestFinished(Decision, frozen=True):
 class Observer(Protocol):
     def observe(self, event: Event) -> None:
         """Receive one event. Runs inside the scheduling loop: it must be fast, and must not raise or call the core."""
-        ...
 
 
 class Observers:

@@ -19,7 +19,7 @@ from services.scheduler.membership.admission import objection
 from services.scheduler.membership.contents import MAX_PARTS, WeightContents
 from services.scheduler.membership.epoch import Epoch
 from services.scheduler.membership.formation import Formation, GroupSize
-from services.scheduler.membership.group_states import FORMING, GROUP_TABLE, PHASES, GroupAction, GroupEvent, GroupState
+from services.scheduler.membership.group_states import GROUP_TABLE, PHASES, GroupAction, GroupEvent, GroupState
 from services.scheduler.membership.losses import Losses
 from services.scheduler.membership.member import Member
 from services.scheduler.membership.member_states import MemberAction, MemberEvent, MemberState, reason_of
@@ -73,7 +73,8 @@ class WorkerGroup:
 
     @property
     def status(self) -> GroupStatus:
-        return GroupStatus(PHASES[self.state], self._detail, self._progress, len(self.roster))
+        phase = PHASES[self.state] if self._recovering_since is None else EnginePhase.RECOVERING
+        return GroupStatus(phase, self._detail, self._progress, len(self.roster))
 
     @property
     def failed(self) -> bool:
@@ -227,7 +228,7 @@ class WorkerGroup:
             if late is not None and not self.failed:
                 self._member_event(member.peer, MemberEvent.GIVE_UP, late, now)
         self._check_answers(now)
-        if self.state in FORMING:
+        if self.state is GroupState.LOADING:
             late = stalled(self.roster.ranks, now, self._config.load_timeout_seconds)
             if late is not None:
                 self._group_event(GroupEvent.BREAK, f"{late}: {self._detail}", now)
@@ -235,7 +236,7 @@ class WorkerGroup:
             self._group_event(GroupEvent.BREAK, self._hang(*late_step), now)
         since, timeout = self._recovering_since, self._config.recovery_timeout_seconds
         if since is not None and now - since > timeout:
-            self._group_event(GroupEvent.TOO_LATE, WORKERS_LOST, now)
+            self._end_requests()
         self._form(now)
 
     def _check_answers(self, now: float) -> None:
@@ -385,11 +386,14 @@ class WorkerGroup:
             case GroupAction.COUNT:
                 self.losses.on_fault(self.epoch, reason)
             case GroupAction.END_REQUESTS:
-                self._recovering_since = None
-                self._actions.append(FailRequests(WORKERS_LOST))
+                self._end_requests()
             case GroupAction.SHUT_DOWN:
                 self._detail = reason
                 self.shut_down(reason)
+
+    def _end_requests(self) -> None:
+        self._recovering_since = None
+        self._actions.append(FailRequests(WORKERS_LOST))
 
     def _assign(self, now: float) -> None:
         best = self._best_size()

@@ -3,21 +3,14 @@
 An epoch is one life of the group, from the assignment of ranks until one of them is lost or another size fits better.
 There is at most one epoch at a time. It is in effect, and steps are dispatched, in READY only.
 
-    WAITING     no epoch, and no request waits for one: the group has not served yet, or recovery took too long
+    WAITING     no epoch: workers are missing, or the next one is about to begin
     LOADING     an epoch has begun: its ranks load, connect to one another and run the canary step
     READY       the epoch is in effect
-    RECOVERING  an epoch that was in effect has ended; open requests wait for the next one
-    RELOADING   the next epoch has begun; open requests wait for it
     FAILED      terminal: the group cannot serve, every open request has ended with an error
 
-    WAITING ──FORM──► LOADING ──READY──► READY ──BREAK, RESIZE──► RECOVERING ──FORM──► RELOADING
-       ▲                 │                 ▲                          ▲                  │   │
-       └──BREAK, RESIZE──┘                 │                          └──BREAK, RESIZE───┘   │
-                                           └──────────────────READY──────────────────────────┘
-
-    RECOVERING ──TOO_LATE──► WAITING
-    RELOADING  ──TOO_LATE──► LOADING
-    any state  ──FAIL──►     FAILED
+    WAITING ──FORM──► LOADING ──READY──► READY
+       ▲                 │                 │
+       └──BREAK, RESIZE──┴──BREAK, RESIZE──┘         any state ──FAIL──► FAILED
 
 Rules:
 
@@ -25,8 +18,8 @@ Rules:
    flight in an epoch that was in effect is void (the epoch void, docs/invariants.md).
 2. An epoch ends by a fault (BREAK) or because another size fits the workers better (RESIZE). Faults are counted: after
    `MAX_FUTILE_EPOCHS` in a row that brought nothing, the group fails.
-3. The recovery timeout runs from the end of an epoch that was in effect to the next one that is. When it expires, open
-   requests end with an error; the group goes on without them.
+3. From the end of an epoch that was in effect to the next one that is, the group *recovers*: open requests wait for it.
+   When that takes longer than the recovery timeout, they end with an error; the group goes on without them.
 4. If the table has no row for an event, that is a bug: `IllegalTransition`, and nothing changes. A failed group takes
    no events.
 """
@@ -40,8 +33,6 @@ class GroupState(enum.Enum):
     WAITING = enum.auto()
     LOADING = enum.auto()
     READY = enum.auto()
-    RECOVERING = enum.auto()
-    RELOADING = enum.auto()
     FAILED = enum.auto()
 
 
@@ -56,8 +47,6 @@ class GroupEvent(enum.Enum):
     """A rank is lost, or none comes further."""
     RESIZE = enum.auto()
     """`--tensor-parallel-size auto`: another size fits the workers better."""
-    TOO_LATE = enum.auto()
-    """The recovery timeout has expired."""
     FAIL = enum.auto()
     """The group cannot serve with this configuration, or no epoch lasts."""
 
@@ -72,44 +61,31 @@ class GroupAction(enum.Enum):
     END = enum.auto()
     """Send each rank the end of the epoch."""
     VOID = enum.auto()
-    """The epoch was in effect: make its steps void and start the recovery timeout."""
+    """The epoch was in effect: make its steps void and begin to recover."""
     COUNT = enum.auto()
     """Count the fault."""
     END_REQUESTS = enum.auto()
-    """End open requests with an error and stop the recovery timeout."""
+    """End open requests with an error: the group does not recover."""
     SHUT_DOWN = enum.auto()
     """Send all workers away."""
 
-
-FORMING = (GroupState.LOADING, GroupState.RELOADING)
-"""An epoch has begun and is not in effect yet."""
 
 _S, _E, _A = GroupState, GroupEvent, GroupAction
 
 GROUP_TABLE: dict[tuple[GroupState, GroupEvent], tuple[GroupState, tuple[GroupAction, ...]]] = {
     # an epoch begins
     (_S.WAITING, _E.FORM): (_S.LOADING, (_A.ASSIGN,)),
-    (_S.RECOVERING, _E.FORM): (_S.RELOADING, (_A.ASSIGN,)),
     (_S.LOADING, _E.LOADED): (_S.LOADING, (_A.INITIALIZE,)),
-    (_S.RELOADING, _E.LOADED): (_S.RELOADING, (_A.INITIALIZE,)),
     (_S.LOADING, _E.READY): (_S.READY, (_A.START,)),
-    (_S.RELOADING, _E.READY): (_S.READY, (_A.START,)),
     # an epoch ends
     (_S.LOADING, _E.BREAK): (_S.WAITING, (_A.END, _A.COUNT)),
     (_S.LOADING, _E.RESIZE): (_S.WAITING, (_A.END,)),
-    (_S.READY, _E.BREAK): (_S.RECOVERING, (_A.END, _A.VOID, _A.COUNT)),
-    (_S.READY, _E.RESIZE): (_S.RECOVERING, (_A.END, _A.VOID)),
-    (_S.RELOADING, _E.BREAK): (_S.RECOVERING, (_A.END, _A.COUNT)),
-    (_S.RELOADING, _E.RESIZE): (_S.RECOVERING, (_A.END,)),
-    # recovery takes too long
-    (_S.RECOVERING, _E.TOO_LATE): (_S.WAITING, (_A.END_REQUESTS,)),
-    (_S.RELOADING, _E.TOO_LATE): (_S.LOADING, (_A.END_REQUESTS,)),
+    (_S.READY, _E.BREAK): (_S.WAITING, (_A.END, _A.VOID, _A.COUNT)),
+    (_S.READY, _E.RESIZE): (_S.WAITING, (_A.END, _A.VOID)),
     # the group cannot serve
     (_S.WAITING, _E.FAIL): (_S.FAILED, (_A.END_REQUESTS, _A.SHUT_DOWN)),
     (_S.LOADING, _E.FAIL): (_S.FAILED, (_A.END_REQUESTS, _A.SHUT_DOWN)),
     (_S.READY, _E.FAIL): (_S.FAILED, (_A.VOID, _A.END_REQUESTS, _A.SHUT_DOWN)),
-    (_S.RECOVERING, _E.FAIL): (_S.FAILED, (_A.END_REQUESTS, _A.SHUT_DOWN)),
-    (_S.RELOADING, _E.FAIL): (_S.FAILED, (_A.END_REQUESTS, _A.SHUT_DOWN)),
 }
 """(state, event) -> (next state, actions in order)."""
 
@@ -117,8 +93,6 @@ PHASES: dict[GroupState, EnginePhase] = {
     GroupState.WAITING: EnginePhase.WAITING_FOR_WORKERS,
     GroupState.LOADING: EnginePhase.LOADING,
     GroupState.READY: EnginePhase.READY,
-    GroupState.RECOVERING: EnginePhase.RECOVERING,
-    GroupState.RELOADING: EnginePhase.RECOVERING,
     GroupState.FAILED: EnginePhase.FAILED,
 }
-"""State -> what frontends are sent."""
+"""State -> what frontends are sent, unless the group recovers."""

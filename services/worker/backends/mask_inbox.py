@@ -116,13 +116,12 @@ class MaskInbox:
 
         Raises: RanksLost, if the epoch ends meanwhile
         """
-        waiting = frozenset(slots.tolist())
         with self._changed:
-            while (decided := self._decided(step_id, waiting, forward)) > (now := self._clock.monotonic()):
+            while isinstance(taken := self.poll(step_id, slots, forward), float):
                 if self._closed:
                     raise RanksLost("the epoch has ended")
-                self._clock.wait(self._changed, decided - now if decided < math.inf else None)
-            return self._taken(step_id, waiting, forward, decided)
+                self._clock.wait(self._changed, taken - self._clock.monotonic() if taken < math.inf else None)
+            return taken
 
     def poll(self, step_id: int, slots: I32, forward: Forward) -> TakenMasks | float:
         """`take` without waiting. If the step waits, return until when: seconds on the clock."""

@@ -2,8 +2,6 @@
 
 from typing import Generic, TypeVar
 
-from protocol.steps import GrammarOutput, SchedulerOutput
-
 S = TypeVar("S")
 
 
@@ -33,15 +31,3 @@ class PendingStep(Generic[S]):
         if executed is None:
             raise RuntimeError("no step was executed that could be sampled")
         return executed[1]
-
-
-def own_grammar(step: SchedulerOutput, grammar: GrammarOutput | None) -> GrammarOutput | None:
-    """Return the bitmasks for `step`, or None if none of its rows has a grammar.
-
-    Raises: RuntimeError, if the step needs bitmasks and `grammar` is missing or of another step.
-    """
-    if not step.has_structured_output_requests:
-        return None
-    if grammar is None or grammar.step_id != step.step_id:
-        raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
-    return grammar

@@ -9,7 +9,7 @@ stream. The pinned memory is kept by the result's arrays, and used again when th
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -40,8 +40,8 @@ def arriving(event: CopyEvent, copies: Sequence[torch.Tensor], sources: Sequence
     return arrived
 
 
-class UploadedMirror:
-    """`DeviceMirror` that uploads changed rows."""
+class UploadedMirror(DeviceMirror):
+    """Uploads changed rows."""
 
     def __init__(self, device: ComputeDevice, array: NDArray[Any]) -> None:
         self._device, self._array = device, array
@@ -54,9 +54,7 @@ class UploadedMirror:
             self._device.launch(lambda: self.tensor.index_copy_(0, index, values))
 
 
-class CudaDevice:
-    """`ComputeDevice`"""
-
+class CudaDevice(ComputeDevice):
     is_host = False
 
     def __init__(self, index: int = 0) -> None:
@@ -104,12 +102,6 @@ class CudaDevice:
 
     def mirror(self, array: NDArray[Any]) -> DeviceMirror:
         return UploadedMirror(self, array)
-
-    def launch(self, function: Callable[[], object]) -> None:
-        function()
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.where)
 
     # -- time and memory -----------------------------------------------------------------------------------------
 

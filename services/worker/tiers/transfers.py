@@ -39,24 +39,19 @@ class Tier(Protocol):
     @property
     def num_bytes(self) -> int:
         """Size of all blocks in it."""
-        ...
 
     def begin(self) -> None:
         """Called on the thread that writes, before the first block of each epoch."""
-        ...
 
     def has(self, name: bytes) -> bool: ...
     def get(self, name: bytes, into: memoryview) -> bool:
         """Copy a block. Return False if it is missing or wrong; then `into` is undefined."""
-        ...
 
     def put(self, name: bytes, data: memoryview) -> None:
         """Keep a block, if possible."""
-        ...
 
     def drop(self, name: bytes) -> None:
         """Remove a block, if it is there. Called on the thread that writes. Raises: OSError"""
-        ...
 
 
 @dataclass

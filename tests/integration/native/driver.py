@@ -273,7 +273,9 @@ class RunnerDriver:
         plan = self.plan(rows)
         self.runner.execute_model(plan)
         logits = self.pending_logits()
-        return Launched(rows, plan, self.runner.sample_tokens(grammar), logits)
+        if grammar is not None:
+            self.runner.add_masks(grammar)
+        return Launched(rows, plan, self.runner.sample_tokens(None), logits)
 
     def pending_logits(self) -> Callable[[], torch.Tensor]:
         if not self.keeps_logits:

@@ -84,7 +84,8 @@ def test_a_bitmask_reaches_the_device(llama: Family) -> None:
     plan = driver.plan([(request, len(PROMPT))])
     plan = replace(plan, has_structured_output_requests=True, masked=slots)
     driver.runner.execute_model(plan)
-    result = driver.runner.sample_tokens(GrammarOutput(1, plan.step_id, slots, allowed.tobytes())).get()
+    driver.runner.add_masks(GrammarOutput(1, plan.step_id, slots, allowed.tobytes()))
+    result = driver.runner.sample_tokens(None).get()
     assert np.frombuffer(result.token_ids, np.int32).tolist() == [17]
 
 

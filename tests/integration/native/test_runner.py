@@ -6,13 +6,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from protocol.membership import Assignment, InitializeCache
 from protocol.sampling import SamplingParams
-from protocol.steps import GrammarOutput
 from services.config import WorkerConfig
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.batch.slots import PlanError
@@ -20,7 +18,7 @@ from services.worker.kernels import selection
 from services.worker.kernels.cpu.compiled import product
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, RunnerDriver, i32, ints
+from tests.integration.native.driver import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, RunnerDriver, ints
 
 PROMPT = list(range(20, 49))
 
@@ -171,15 +169,6 @@ def test_slot_is_reset_when_it_is_given_away(driver: RunnerDriver) -> None:
     assert second.slot == first.slot
     driver.generate([second], 20)
     assert second.output == expected.output
-
-
-def test_grammar_of_another_step_is_refused(driver: RunnerDriver) -> None:
-    request = driver.add(PROMPT)
-    plan = driver.plan([(request, len(PROMPT))])
-    plan = msgspec.structs.replace(plan, has_structured_output_requests=True, masked=i32(request.slot))
-    driver.runner.execute_model(plan)
-    with pytest.raises(RuntimeError, match="needs its own grammar bitmask"):
-        driver.runner.sample_tokens(GrammarOutput(1, plan.step_id + 1, b"", b""))
 
 
 @pytest.mark.parametrize("features", [(), (selection.WIDE,), (selection.PAIRS,), (selection.TILES,)], ids=str)

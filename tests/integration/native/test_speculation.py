@@ -294,8 +294,9 @@ def constrained(
         count = masks(planned) if masks else 1
         first = begin + ints(plan.counts)[0] - planned
         words = np.concatenate([allowed(first + j) for j in range(count)])
-        grammar = GrammarOutput(1, plan.step_id, i32(request.slot), words.tobytes(), i32(count) if masks else b"")
-        result = driver.runner.sample_tokens(grammar).get()
+        counts = i32(count) if masks else b""
+        driver.runner.add_masks(GrammarOutput(1, plan.step_id, i32(request.slot), words.tobytes(), counts))
+        result = driver.runner.sample_tokens(None).get()
         got = ints(result.counts)[0]
         request.output += ints(result.token_ids)
         request.computed -= planned - (got - 1)

@@ -237,8 +237,6 @@ class SimulatedDevice:
     def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
         if self._in_canary:
             return CanaryOutput()
-        if grammar is not None:
-            self.add_masks(grammar)
         assert self._stage is not None
         return StageOutput(self._stage, *self._launched)
 

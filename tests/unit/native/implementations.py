@@ -6,7 +6,7 @@ import torch
 from protocol.rows import LogprobRows
 from services.worker.backends.native.sampling.logprobs import download_scores
 from services.worker.backends.native.sampling.sampler import SampledTokens
-from services.worker.device.cpu import CpuDevice
+from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.kernels import Kernels
 from services.worker.kernels.selection import TABLE, create, processor_features
 
@@ -18,7 +18,7 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 def scores_of(result: SampledTokens) -> LogprobRows:
     """The log-probabilities of a sampler's result, on the host."""
     assert result.logprobs is not None
-    rows = download_scores([result.logprobs], CpuDevice())()
+    rows = download_scores([result.logprobs], ComputeDevice())()
     assert rows is not None
     return rows
 

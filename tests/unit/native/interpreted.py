@@ -15,7 +15,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime import interpreter
 
-from services.worker.device.cpu import CpuDevice
+from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cuda.kernels import CudaKernels
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ if triton.knobs.runtime.interpret:
     interpreter._get_np_dtype = numpy_type  # noqa: SLF001
 
 
-class CopyingDevice(CpuDevice):
+class CopyingDevice(ComputeDevice):
     """The processor, except that uploads are copies, as on a device."""
 
     def upload(self, *columns: NDArray[Any]) -> tuple[torch.Tensor, ...]:

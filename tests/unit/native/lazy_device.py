@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from services.worker.device.cuda import UploadedMirror, arriving
 from services.worker.device.device_times import DeviceTime
-from services.worker.device.interface import DeviceMemory, DeviceMirror, HostCopy
+from services.worker.device.interface import ComputeDevice, DeviceMirror, HostCopy
 from services.worker.device.pinned_memory import PinnedStaging
 
 POISON = -(2**31) + 77
@@ -94,8 +94,8 @@ class LazyEvent:
         self.stream.check()
 
 
-class LazyDevice:
-    """`ComputeDevice`
+class LazyDevice(ComputeDevice):
+    """Both streams, and the memory between them.
 
     Args:
         eager: names of streams, "compute" and "copies", whose work runs at once.
@@ -103,7 +103,6 @@ class LazyDevice:
         keeps: False plants a fault: the sources of downloads are not kept.
     """
 
-    where = torch.device("cpu")
     is_host = False
 
     def __init__(self, eager: frozenset[str] = frozenset(), waits: bool = True, keeps: bool = True) -> None:
@@ -136,9 +135,6 @@ class LazyDevice:
             yield
         finally:
             self._running = before
-
-    def working(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def _passed(self) -> LazyEvent:
         return self._compute.put(lambda: None)
@@ -184,9 +180,6 @@ class LazyDevice:
     def mirror(self, array: NDArray[Any]) -> DeviceMirror:
         return UploadedMirror(self, array)
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def now(self) -> DeviceTime:
         """Return the number of the work before."""
         event = self._passed()
@@ -196,12 +189,6 @@ class LazyDevice:
             return float(event.number)
 
         return seconds
-
-    def memory(self) -> DeviceMemory | None:
-        return None
-
-    def free(self) -> None:
-        """Do nothing: the memory is the host's."""
 
 
 class Passed:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
-from services.worker.device.cpu import CpuDevice
 from services.worker.device.cuda import CudaDevice
 from services.worker.device.device_times import DeviceClock
+from services.worker.device.interface import ComputeDevice
 from services.worker.device.pinned_memory import BLOCK
 from tests.unit.native.lazy_device import POISON, LazyDevice
 
@@ -23,8 +23,8 @@ COLUMNS = (
 )
 
 
-@pytest.mark.parametrize("device", [CpuDevice(), LazyDevice(), LazyDevice(frozenset({"compute"}))])
-def test_columns_arrive_with_their_shapes(device: CpuDevice | LazyDevice) -> None:
+@pytest.mark.parametrize("device", [ComputeDevice(), LazyDevice(), LazyDevice(frozenset({"compute"}))])
+def test_columns_arrive_with_their_shapes(device: ComputeDevice) -> None:
     uploaded = device.upload(*COLUMNS)
     for column, array in zip(COLUMNS, device.download(*uploaded)(), strict=True):
         assert array.shape == column.shape
@@ -81,8 +81,8 @@ def test_a_download_contains_poison_until_it_has_run() -> None:
     assert torch.full((1,), POISON, dtype=torch.int32).tolist() == [POISON]
 
 
-@pytest.mark.parametrize("device", [CpuDevice(), LazyDevice()])
-def test_a_mirror_follows_its_array(device: CpuDevice | LazyDevice) -> None:
+@pytest.mark.parametrize("device", [ComputeDevice(), LazyDevice()])
+def test_a_mirror_follows_its_array(device: ComputeDevice) -> None:
     array = np.arange(12, dtype=np.int32).reshape(4, 3)
     mirror = device.mirror(array)
     array[1], array[3] = 50, 70

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from services.worker.device.cpu import HOST
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.kernels.interface.network import Activation, NetworkKernels
 from services.worker.kernels.selection import OWN_BFLOAT16, processor_features
@@ -168,7 +167,7 @@ def test_most_likely(implementation: str, vocab: int) -> None:
 
 class Squares(Buffers):
     def __init__(self, rows: int, picked: int) -> None:
-        super().__init__(HOST, rows=rows, picked=picked)
+        super().__init__(torch.device("cpu"), rows=rows, picked=picked)
         self.x, self.sum = self._rows("rows", 20), self._rows("rows", 20)
         self.normed = self._rows("rows", 20)
         self.index = self._rows("picked", dtype=torch.int32)

@@ -22,6 +22,7 @@ from protocol.membership import (
     Shard,
     WorkerMessage,
 )
+from protocol.requests import EnginePhase
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
 from services.scheduler.membership import Ended, FailRequests, Refuse, Send, Started, WorkerGroup
@@ -165,10 +166,9 @@ class GroupMachine(RuleBasedStateMachine):
     @invariant()
     def states_agree(self) -> None:
         group, ranks = self.group, self.group.roster.ranks
-        assert group.status.phase is PHASES[group.state]
+        assert group.status.phase is (EnginePhase.RECOVERING if self.requests_wait else PHASES[group.state])
         assert 0 <= group.status.progress <= 1
         assert (self.in_effect is not None) == (group.state is GroupState.READY)
-        assert self.requests_wait == (group.state in (GroupState.RECOVERING, GroupState.RELOADING))
         if not group.failed:
             assert len(ranks) == (group.size.world if group.size else 0)
             assert [member.rank for member in ranks] == list(range(len(ranks)))

@@ -11,7 +11,7 @@ from protocol.membership import Heartbeat, Loaded, LoadFailed, LoadProgress, Ran
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
 from services.scheduler.membership import WorkerGroup
-from services.scheduler.membership.group_states import FORMING, GROUP_TABLE, PHASES, GroupAction, GroupEvent, GroupState
+from services.scheduler.membership.group_states import GROUP_TABLE, PHASES, GroupAction, GroupEvent, GroupState
 from services.scheduler.membership.member_states import (
     IN_EPOCH,
     MEMBER_TABLE,
@@ -125,21 +125,16 @@ def test_steps_are_void_when_and_only_when_the_epoch_in_effect_ends() -> None:
 
 
 def test_ranks_are_told_of_the_end_whenever_an_epoch_ends_and_the_group_goes_on() -> None:
-    with_epoch = (*FORMING, GroupState.READY)
+    waiting = GroupState.WAITING
     for (before, event), (after, actions) in GROUP_TABLE.items():
-        ends = before in with_epoch and after in (GroupState.WAITING, GroupState.RECOVERING)
-        assert (GroupAction.END in actions) == ends, (before, event)
-        assert (GroupAction.ASSIGN in actions) == (before not in with_epoch and after in FORMING), (before, event)
+        begins = before is waiting and after is GroupState.LOADING
+        assert (GroupAction.END in actions) == (before is not waiting and after is waiting), (before, event)
+        assert (GroupAction.ASSIGN in actions) == begins, (before, event)
 
 
-def test_open_requests_end_with_an_error_when_nothing_waits_for_the_next_epoch_any_more() -> None:
-    recovering = (GroupState.RECOVERING, GroupState.RELOADING)
+def test_a_failed_group_has_no_rows_and_no_requests() -> None:
     for (before, event), (after, actions) in GROUP_TABLE.items():
-        given_up = before in recovering and after in (GroupState.WAITING, GroupState.LOADING)
-        assert (GroupAction.END_REQUESTS in actions) == (given_up or after is GroupState.FAILED), (before, event)
-
-
-def test_a_failed_group_has_no_rows() -> None:
+        assert (GroupAction.END_REQUESTS in actions) == (after is GroupState.FAILED), (before, event)
     assert all(state is not GroupState.FAILED for state, _ in GROUP_TABLE)
     assert all((state, GroupEvent.FAIL) in GROUP_TABLE for state in GroupState if state is not GroupState.FAILED)
 

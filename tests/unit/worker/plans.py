@@ -150,18 +150,13 @@ class PlanBuilder:
         return fresh
 
     def step(
-        self,
-        *rows: SlotRequest | tuple[SlotRequest, int],
-        grammar: bool = False,
-        masked: Sequence[SlotRequest] = (),
-        propose: int = 0,
+        self, *rows: SlotRequest | tuple[SlotRequest, int], masked: Sequence[SlotRequest] = (), propose: int = 0
     ) -> SchedulerOutput:
         """Return a plan with rows in the given order.
 
         Args:
             rows: a request alone computes all that it can, drafts included; else (request, positions).
-            grammar: the masks are passed with the sampling.
-            masked: requests whose rows are constrained, in the order of the rows; their masks come later.
+            masked: requests whose rows are constrained, in the order of the rows.
             propose: drafts that each sampling row proposes for its next row.
         """
         self.step_id += 1
@@ -190,7 +185,7 @@ class PlanBuilder:
         return SchedulerOutput(
             1, self.step_id, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples_column), new,
             pack([slot for slot, _ in growth]), pack([block for _, block in growth]), pack(released),
-            grammar or bool(masked), pack(drafts_column) if any(drafts_column) else b"", propose,
+            bool(masked), pack(drafts_column) if any(drafts_column) else b"", propose,
             masked=pack([request.slot for request in masked]),
         )  # fmt: skip
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from protocol.sampling import SamplingParams
-from protocol.steps import GrammarOutput
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim.cost import CostModel
@@ -277,13 +276,6 @@ def test_a_copy_that_fails_is_that_steps_error(host: AsyncRunner) -> None:
     assert first.get().step_id == 1
     with pytest.raises(OSError, match="the copy failed"):
         second.get()
-
-
-def test_a_foreign_grammar_is_refused(host: AsyncRunner) -> None:
-    plan = host.plans.step(host.plans.admit(prompt(1, 6)), grammar=True)
-    host.runner.execute_model(plan)
-    with pytest.raises(RuntimeError, match="step 1 needs its own grammar"):
-        host.runner.sample_tokens(GrammarOutput(1, 9, b"", memoryview(b"")))
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ import pytest
 from protocol.codec import ProtocolError
 from protocol.membership import Assignment, EndEpoch, InitializeCache, Ping, Shutdown
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault
-from services.worker.session import Phase, ResendResult, SampleStep, Session
+from services.worker.session import Phase, ResendResult, Session
 
 ASSIGNMENT = Assignment(3, 0, 1, 16, 8, 64)
 INIT = InitializeCache(10, 64)
 
 
-def plan(step_id: int, epoch: int = 3, grammar: bool = False) -> SchedulerOutput:
-    return SchedulerOutput(epoch, step_id, b"", b"", b"", b"", b"", has_structured_output_requests=grammar)
+def plan(step_id: int, epoch: int = 3) -> SchedulerOutput:
+    return SchedulerOutput(epoch, step_id, b"", b"", b"", b"", b"")
 
 
 def grammar(step_id: int, epoch: int = 3) -> GrammarOutput:
@@ -58,31 +58,8 @@ def test_a_message_of_another_epoch_is_ignored(session: Session, message) -> Non
     assert (session.phase, session.last_step) == (Phase.SERVING, 0)
 
 
-def test_sampling_waits_for_the_grammar(session: Session) -> None:
-    assert session.on(plan(1, grammar=True)) == plan(1, grammar=True)
-    assert session.phase is Phase.SAMPLING
-    assert session.on(ReleaseSlots(3, b"")) == ReleaseSlots(3, b"")
-    assert session.on(grammar(1)) == SampleStep(grammar(1), plan(1, grammar=True))
-    assert session.on(plan(2)) == plan(2)
-
-
-def test_a_step_that_arrives_before_the_grammar_of_the_last_one_is_a_fault(session: Session) -> None:
-    session.on(plan(1, grammar=True))
-    assert session.on(plan(2)) == StepFault(3, 2, "step 2 arrived, but step 1 waits for its grammar")
-
-
-def test_a_repeated_grammar_is_ignored(session: Session) -> None:
-    session.on(plan(1, grammar=True))
-    session.on(grammar(1))
-    assert session.on(grammar(1)) is None
-    session.on(plan(2, grammar=True))
-    assert session.on(grammar(1)) is None
-    assert session.on(grammar(2)) == SampleStep(grammar(2), plan(2, grammar=True))
-
-
-@pytest.mark.parametrize("waiting", [True, False])
-def test_a_grammar_of_a_later_step_is_a_fault(session: Session, waiting: bool) -> None:
-    session.on(plan(1, grammar=waiting))
+def test_a_grammar_of_a_later_step_is_a_fault(session: Session) -> None:
+    session.on(plan(1))
     assert session.on(grammar(2)) == StepFault(3, 2, "a grammar for step 2, which has not arrived")
 
 
@@ -119,8 +96,7 @@ def in_phase(phase: Phase) -> Session:
         (Phase.LOADING, session.loaded),
         (Phase.LOADED, lambda: session.on(INIT)),
         (Phase.INITIALIZING, session.ready),
-        (Phase.SERVING, lambda: session.on(plan(1, grammar=True))),
-        (Phase.SAMPLING, session.ranks_lost),
+        (Phase.SERVING, session.ranks_lost),
     ):
         if phase is reached:
             return session
@@ -151,7 +127,7 @@ def test_a_ping_changes_nothing(phase: Phase) -> None:
 
 
 EXECUTED, USED, IGNORED, REFUSED = "executed", "used", "ignored", "refused"
-REPEATED, FAULT, SILENT = "repeated", "fault", "silent"
+FAULT, SILENT = "fault", "silent"
 MESSAGES = {
     "assignment": ASSIGNMENT_4,
     "initialize": INIT,
@@ -170,14 +146,12 @@ TABLE = {
     Phase.LOADED: {"initialize": USED, "late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,
     Phase.INITIALIZING: {"late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,
     Phase.SERVING: {"plan": EXECUTED, "grammar": FAULT} | WHEN_SERVING,
-    Phase.SAMPLING: {"plan": REPEATED, "grammar": USED} | WHEN_SERVING,
     Phase.RANKS_LOST: dict.fromkeys(MESSAGES, IGNORED),
     Phase.LEAVING: dict.fromkeys(MESSAGES, SILENT),
     Phase.FAILED: dict.fromkeys(MESSAGES, SILENT),
 }
-"""The effect of each message in each phase; messages that are not listed are refused. In SAMPLING the executed step is
-number 1, so its plan is a repetition. A registered worker registers again at the end of any epoch, because the
-scheduler has dropped its registration."""
+"""The effect of each message in each phase; messages that are not listed are refused. A registered worker registers
+again at the end of any epoch, because the scheduler has dropped its registration."""
 
 
 def in_any_phase(phase: Phase) -> Session:
@@ -207,10 +181,7 @@ def test_effect_of_each_message_in_each_phase(phase: Phase, name: str) -> None:
         case "executed":
             assert action == message
         case "used":
-            assert action == message or (isinstance(action, SampleStep) and action.grammar == message)
-        case "repeated":
-            assert action == ResendResult(1)
-            assert vars(session) == before
+            assert action == message
         case "fault":
             assert isinstance(action, StepFault)
             assert session.phase is Phase.FAILED
@@ -222,10 +193,8 @@ def test_effect_of_each_message_in_each_phase(phase: Phase, name: str) -> None:
             assert vars(session) == before
 
 
-def test_a_worker_that_leaves_rows_out_takes_masks_at_any_time(session: Session) -> None:
-    session.leaves_rows_out = True
-    assert session.on(plan(1, grammar=True)) == plan(1, grammar=True)
-    assert session.phase is Phase.SERVING
+def test_masks_come_at_any_time_behind_their_plan(session: Session) -> None:
+    assert session.on(plan(1)) == plan(1)
     assert session.on(plan(2)) == plan(2)
     for step_id in (1, 2, 1):
         assert session.on(grammar(step_id)) == grammar(step_id)

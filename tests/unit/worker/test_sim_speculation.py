@@ -140,10 +140,10 @@ def test_a_draft_without_a_mask_is_not_accepted(masks: int) -> None:
     for life in (free, bound):
         batch.admit(life)
     batch.launch(free, bound, propose=3)
-    plan = batch.plans.step(bound.request, free.request, grammar=True, propose=3)
+    plan = batch.plans.step(bound.request, free.request, masked=[bound.request], propose=3)
     batch.runner.execute_model(plan)
-    grammar = grammar_output(plan, [bound.request.slot], bits(*range(VOCAB)) * masks, [masks])
-    result = result_of(batch.runner.sample_tokens(grammar))
+    batch.runner.add_masks(grammar_output(plan, [bound.request.slot], bits(*range(VOCAB)) * masks, [masks]))
+    result = result_of(batch.runner.sample_tokens(None))
     got = ragged(result)
     assert [len(got[bound.request.slot]), len(got[free.request.slot])] == [masks, 4]
     assert unpack(result.drafted).tolist() == [masks - 1, 3]
@@ -157,10 +157,10 @@ def test_a_step_with_a_grammar_reports_its_drafts() -> None:
     """NO_DRAFT stands for drafts that were not proposed. A step without a grammar does not wait for the drafter."""
     batch = RunnerUnderTest(drafting("always", longest=10), 1)
     short, long_ = batch.plans.admit(prompt(1, 4)), batch.plans.admit(prompt(2, 12))
-    plan = batch.plans.step(short, long_, grammar=True, propose=2)
+    plan = batch.plans.step(short, long_, masked=[short], propose=2)
     batch.runner.execute_model(plan)
-    grammar = grammar_output(plan, [short.slot], bits(*range(VOCAB)))
-    result = result_of(batch.runner.sample_tokens(grammar))
+    batch.runner.add_masks(grammar_output(plan, [short.slot], bits(*range(VOCAB))))
+    result = result_of(batch.runner.sample_tokens(None))
     assert unpack(result.draft_token_ids).tolist() == [*answer(prompt(1, 4), GREEDY, 3)[1:], NO_DRAFT, NO_DRAFT]
     assert result.drafted == b""
     batch.runner.execute_model(batch.plans.step(short, long_, propose=2))
@@ -229,10 +229,12 @@ def test_a_result_does_not_wait_for_the_drafter() -> None:
     plans = PlanBuilder()
     request = plans.admit(prompt(1, 6))
     outputs = []
-    for grammar in (False, True, False):
-        plan = plans.step((request, request.left), grammar=grammar, propose=3)
+    for masked in ([], [request], []):
+        plan = plans.step((request, request.left), masked=masked, propose=3)
         runner.execute_model(plan)
-        outputs.append(runner.sample_tokens(grammar_output(plan, []) if grammar else None))
+        if masked:
+            runner.add_masks(grammar_output(plan, [request.slot], bits(*range(VOCAB))))
+        outputs.append(runner.sample_tokens(None))
     times = [result_of(output).times for output in outputs]
     assert [1e3 * (step.sampled - step.forward_began) for step in times] == pytest.approx([10.0, 16.0, 10.0])
     gaps = [1e3 * (two.forward_began - one.forward_began) for one, two in pairwise(times)]

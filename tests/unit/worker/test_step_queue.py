@@ -8,8 +8,7 @@ import pytest
 from protocol.codec import pack
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
 from services.worker.backends.mask_inbox import joined
-from services.worker.session import SampleStep
-from services.worker.step_queue import QueuedAction, StepQueue
+from services.worker.step_queue import QueuedAction, SampleStep, StepQueue
 from tests.unit.worker.virtual_clock import VirtualClock
 
 

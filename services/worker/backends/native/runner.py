@@ -223,8 +223,7 @@ class NativeRunner:
         self._stages.get().execute(step)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> NativeOutput:
-        """`grammar`: the masks of all constrained rows, for a caller that has them already."""
-        return self._stages.get().sample(grammar)
+        return self._stages.get().sample()
 
     def add_masks(self, grammar: GrammarOutput) -> None:
         self._stages.get().add_masks(grammar)

@@ -37,7 +37,7 @@ from services.worker.backends.mask_inbox import MaskInbox
 from services.worker.backends.native.compute_thread import ComputeThread
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.step import ComputedStep, NativeResult, PreparedStep
-from services.worker.backends.pending_step import PendingStep, own_grammar
+from services.worker.backends.pending_step import PendingStep
 from services.worker.batch.slots import SlotTable
 from services.worker.distributed.ranks import Ranks
 from services.worker.kernels.interface.recording import Captured
@@ -71,7 +71,7 @@ class NativeStages:
         self._table, self._epoch, self._ranks = table, epoch, ranks
         self._thread = ComputeThread(epoch.device.working)
         self._masks = MaskInbox(STEPS_PREPARED)
-        self._pending = PendingStep[tuple[SchedulerOutput, Future[ComputedStep]]]()
+        self._pending = PendingStep[Future[ComputedStep]]()
         self._released: list[NDArray[np.int32]] = []
         """Slots released since the last step."""
         self._forwards: deque[Future[ComputedStep]] = deque()
@@ -106,7 +106,7 @@ class NativeStages:
         forward = self._thread.submit(lambda: epoch.execute(prepared))
         self._forwards.append(forward)
         self._last = forward
-        self._pending.put(step.step_id, (step, forward))
+        self._pending.put(step.step_id, forward)
 
     def _prepare(self, step: SchedulerOutput) -> PreparedStep:
         plan = StepRows.from_message(step)
@@ -114,11 +114,9 @@ class NativeStages:
         released, self._released = self._released, []
         return PreparedStep(step, plan, rows, released, time.monotonic())
 
-    def sample(self, grammar: GrammarOutput | None) -> NativeOutput:
+    def sample(self) -> NativeOutput:
         """Sample the step that is pending, on the compute thread; see `ModelRunner.sample_tokens`."""
-        (step, forward), epoch, masks = self._pending.take(), self._epoch, self._masks
-        if grammar is not None and (own := own_grammar(step, grammar)) is not None:
-            self.add_masks(own)
+        forward, epoch, masks = self._pending.take(), self._epoch, self._masks
         result = self._thread.submit(lambda: epoch.sample(forward.result(), masks))
         self._last = result
         return NativeOutput(result)

@@ -13,7 +13,7 @@ from protocol.rows import EmbeddingRows, LogprobRows
 from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.mask_inbox import ENDLESS, Forward, MaskInbox
-from services.worker.backends.pending_step import PendingStep, own_grammar
+from services.worker.backends.pending_step import PendingStep
 from services.worker.backends.sim.checkpoint import SimCheckpoint
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device.columns import StepColumns
@@ -260,24 +260,21 @@ class SimEpoch:
 
     # -- sampling ------------------------------------------------------------------------------------------------
 
-    def sample(self, grammar: GrammarOutput | None) -> StepOutput:
+    def sample(self) -> StepOutput:
         """Sample the executed step, as `ModelRunner.sample_tokens`."""
         executed, rank, device = self._pending.take(), self._rank, self.device
         step, output, acceptance = executed.step, executed.output, executed.acceptance
         if not rank.is_last_stage:
             return output
-        slots, vocab_size, masks = acceptance.slots, rank.checkpoint.vocab_size, StepMasks()
+        slots, masks = acceptance.slots, StepMasks()
 
         def take_masks() -> float:
             nonlocal masks
             masks, at = self._take_masks(step, slots, Forward(output.forward.began, output.forward.ended))
             return at
 
-        if grammar is None and len(step.masked):
+        if len(step.masked):
             device.wait_for_masks(take_masks)
-        else:
-            own = own_grammar(step, grammar)
-            masks = StepMasks.from_messages([own] if own is not None else [], slots, vocab_size)
         device.launch(lambda: self._sample(executed, masks), 0.0)
         tokens, copied = acceptance.copy_out(device)
         logprobs: LogprobRows | None = None

@@ -114,8 +114,7 @@ class SimRunner:
         self.epoch.execute(step)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepOutput:
-        """`grammar`: the masks of all constrained rows, for a caller that has them already."""
-        return self.epoch.sample(grammar)
+        return self.epoch.sample()
 
     def add_masks(self, grammar: GrammarOutput) -> None:
         self.epoch.add_masks(grammar)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from protocol.codec import pack, unpack
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import GrammarOutput, SchedulerOutput
-from services.worker.backends.pending_step import PendingStep, own_grammar
+from services.worker.backends.pending_step import PendingStep
 from services.worker.backends.pooling import Pooler
 from services.worker.backends.vllm.engine import VllmEngine
 from services.worker.backends.vllm.output import ExecutedVllmStep, VllmOutput
@@ -143,8 +143,6 @@ class VllmEpoch:
 
         Every rank samples, and other ranks may have read other masks by now. So they use those of the output rank.
         """
-        if not self._leaves_rows_out:
-            grammar = own_grammar(p.step, grammar)
         if not p.step.has_structured_output_requests:
             return TranslatedMasks()
         masks = RowMasks(unpack(p.step.masked), p.rows, self._engine.vocab_size)

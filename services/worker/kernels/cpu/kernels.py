@@ -2,7 +2,7 @@
 
 import torch
 
-from services.worker.device.cpu import CpuDevice
+from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cpu.drafting import CpuDrafting
 from services.worker.kernels.cpu.network import CpuNetwork
 from services.worker.kernels.cpu.rows import CpuRows
@@ -16,7 +16,7 @@ class CpuKernels(Kernels):
 
     def __init__(self, activations: torch.dtype, own: str | None = None, wide: bool = False) -> None:
         self._wide = wide
-        self.device, self.network = CpuDevice(), CpuNetwork(activations, own, wide)
+        self.device, self.network = ComputeDevice(), CpuNetwork(activations, own, wide)
         self.rows, self.sampling, self.drafting = CpuRows(), CpuSampling(), CpuDrafting()
 
     def float32_network(self) -> CpuNetwork:

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from services.worker.device.cpu import CpuDevice
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.interface.attention import AttentionShape
 from services.worker.kernels.interface.drafting import DraftingKernels
@@ -44,7 +43,7 @@ class Kernels:
     drafting: DraftingKernels
 
     def __init__(self, activations: torch.dtype) -> None:
-        self.device, self.network = CpuDevice(), NetworkKernels(activations)
+        self.device, self.network = ComputeDevice(), NetworkKernels(activations)
         self.rows, self.sampling, self.drafting = RowKernels(), SamplingKernels(), DraftingKernels()
 
     def float32_network(self) -> NetworkKernels:

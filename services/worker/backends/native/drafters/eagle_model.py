@@ -77,9 +77,8 @@ class EagleModel(ABC):
         self.attention = attention_shape(config.layer, config.layer.max_position)
         self.eps = config.layer.norm_eps
         loader = EagleLoader(config, checkpoint, target, self.network)
-        self._qkv, self._out = loader.qkv(self.inputs * config.layer.hidden_size), loader.out()
+        self._qkv, self._out, self._gate_up, self._down = loader.layer(self.inputs * config.layer.hidden_size)
         self._post_norm = loader.vector("layers.0.post_attention_layernorm.weight")
-        self._gate_up, self._down = loader.gate_up(), loader.down()
         self._load(loader)
         self._embedding = loader.embedding()
         self.tokens = loader.draft_tokens()

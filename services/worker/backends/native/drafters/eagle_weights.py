@@ -31,24 +31,18 @@ class EagleLoader:
         """A product with the checkpoint's weight, and its bias if there is one."""
         return self._stacked({name: outputs}, inputs, self._named(f"{name}.bias") in self._checkpoint)
 
-    def qkv(self, inputs: int) -> Linear:
+    def layer(self, inputs: int) -> tuple[Linear, Linear, Linear, Linear]:
+        """The layer's products: queries, keys and values from `inputs`; the output of attention; gate and up; down."""
         c = self._config.layer
         heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        sizes = {f"layers.0.self_attn.{x}_proj": size for x, size in (("q", heads), ("k", kv), ("v", kv))}
-        return self._stacked(sizes, inputs, c.qkv_bias)
-
-    def out(self) -> Linear:
-        c = self._config.layer
-        return self._stacked({"layers.0.self_attn.o_proj": c.hidden_size}, c.num_heads * c.head_dim, c.out_bias)
-
-    def gate_up(self) -> Linear:
-        c = self._config.layer
-        sizes = dict.fromkeys(("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"), c.intermediate_size)
-        return self._stacked(sizes, c.hidden_size, c.mlp_bias)
-
-    def down(self) -> Linear:
-        c = self._config.layer
-        return self._stacked({"layers.0.mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias)
+        qkv = {f"layers.0.self_attn.{x}_proj": size for x, size in (("q", heads), ("k", kv), ("v", kv))}
+        gate_up = dict.fromkeys(("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"), c.intermediate_size)
+        return (
+            self._stacked(qkv, inputs, c.qkv_bias),
+            self._stacked({"layers.0.self_attn.o_proj": c.hidden_size}, heads, c.out_bias),
+            self._stacked(gate_up, c.hidden_size, c.mlp_bias),
+            self._stacked({"layers.0.mlp.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias),
+        )
 
     def embedding(self) -> torch.Tensor:
         """[vocab, hidden] in the model's dtype: its own, or the target's."""

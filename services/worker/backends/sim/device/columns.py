@@ -15,15 +15,9 @@ class StepColumns:
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
-        self.slots = np.zeros(num_slots, np.int32)
-        self.starts = np.zeros(num_slots, np.int32)
-        self.counts = np.zeros(num_slots, np.int32)
-        self.drafts = np.zeros(num_slots, np.int32)
-        self.num_prompt = np.zeros(num_slots, np.int32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_p = np.zeros(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
+        self.slots, self.starts, self.counts, self.drafts = np.zeros((4, num_slots), np.int32)
+        self.num_prompt, self.top_k = np.zeros((2, num_slots), np.int32)
+        self.temperature, self.top_p, self.min_p = np.zeros((3, num_slots), np.float32)
         self.seed = np.zeros(num_slots, np.uint64)
         self.block_table: I32 = np.zeros((num_slots, max_blocks), np.int32)
 

@@ -2,7 +2,6 @@
 
 from services.config import WorkerConfig
 from services.worker.backends.vllm import vllm_api
-from services.worker.backends.vllm.platforms.cpu import CpuPlatform
 from services.worker.backends.vllm.platforms.gpu import GpuPlatform
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.runner import LoadError
@@ -19,7 +18,7 @@ def worker_platform(config: WorkerConfig) -> WorkerPlatform:
             raise LoadError(
                 f"--device cuda: {build} is a build for CPUs; install vLLM's build for GPUs, or use --device cpu"
             )
-        return CpuPlatform()
+        return WorkerPlatform()
     if not vllm_api.current_platform.is_cuda():
         raise LoadError(
             f"{build} finds no NVIDIA GPU with a driver; check nvidia-smi, and that a container has the NVIDIA runtime "

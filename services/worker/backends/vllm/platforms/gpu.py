@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from services.units import size_text
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.engine_config import EngineOptions
-from services.worker.backends.vllm.platforms.interface import HostArray
+from services.worker.backends.vllm.platforms.interface import HostArray, WorkerPlatform
 from services.worker.device.device_times import DeviceTime, StreamTimes
 from services.worker.runner import LoadError
 
@@ -20,8 +20,8 @@ OFFSETS_PER_DRAW = 4
 DEVICE = torch.device("cuda")
 
 
-class GpuPlatform:
-    """`WorkerPlatform`
+class GpuPlatform(WorkerPlatform):
+    """vLLM's worker on a GPU.
 
     Args:
         utilization: share of the GPU's memory for everything (`--gpu-memory-utilization`)
