@@ -12,12 +12,11 @@ from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cuda.compiled.logit_rules import (
     bias_kernel,
     count_kernel,
-    forbid_kernel,
     forbid_words_kernel,
     mask_kernel,
     penalize_kernel,
 )
-from services.worker.kernels.interface.arrays import I32
+from services.worker.kernels.interface.arrays import F32, I32
 from services.worker.kernels.interface.logit_rules import LogitRule
 
 _AT_ONCE = 1024
@@ -61,7 +60,6 @@ class CudaLogitRules:
         rows = list(self._rows(slots, positions))
         self._mask(logits, [row for row in rows if row.slot in self._masks])
         self._forbid_words(logits, rows)
-        self._forbid(logits, rows)
         self._add_biases(logits, rows)
         penalized = [row for row in rows if row.rule.penalizes]
         for first in range(0, len(penalized), _ROWS_COUNTED):
@@ -98,21 +96,18 @@ class CudaLogitRules:
         limits = self._vocab, self._history.shape[1]
         forbid_words_kernel[(len(found),)](logits, *uploaded, self._history, *limits, at_once=_WORD)
 
-    def _forbid(self, logits: torch.Tensor, rows: list[_Row]) -> None:
-        lists = [
-            (row.number, row.rule.banned)
-            for row in rows
-            if row.rule.banned is not None and row.position < row.rule.banned_until
-        ]
-        if entries := sum(len(tokens) for _, tokens in lists):
-            uploaded = self._device.upload(*_entries(lists))
-            forbid_kernel[(triton.cdiv(entries, _AT_ONCE),)](logits, *uploaded, entries, self._vocab, at_once=_AT_ONCE)
-
     def _add_biases(self, logits: torch.Tensor, rows: list[_Row]) -> None:
-        lists = [(row.number, row.rule.biased) for row in rows if row.rule.biased is not None]
-        if entries := sum(len(tokens) for _, tokens in lists):
-            biases = np.concatenate([row.rule.biases for row in rows if row.rule.biases is not None])
-            uploaded = self._device.upload(*_entries(lists), biases)
+        """Add biases; a banned token has one of minus infinity."""
+        lists: list[tuple[int, I32, F32]] = []
+        for number, _, position, rule in rows:
+            if rule.banned is not None and position < rule.banned_until:
+                lists.append((number, rule.banned, np.full(len(rule.banned), -np.inf, np.float32)))
+            if rule.biased is not None and rule.biases is not None:
+                lists.append((number, rule.biased, rule.biases))
+        if entries := sum(len(tokens) for _, tokens, _ in lists):
+            numbers, *columns = zip(*lists, strict=True)
+            which = np.repeat(numbers, [len(tokens) for _, tokens, _ in lists]).astype(np.int32)
+            uploaded = self._device.upload(which, *map(np.concatenate, columns))
             bias_kernel[(triton.cdiv(entries, _AT_ONCE),)](logits, *uploaded, entries, self._vocab, at_once=_AT_ONCE)
 
     def _penalize(self, logits: torch.Tensor, rows: list[_Row]) -> None:
@@ -138,12 +133,6 @@ class CudaLogitRules:
 def counts_bytes(rows: int, vocab_size: int) -> int:
     """Return the memory in which the tokens before rows with penalties are counted."""
     return 4 * min(rows, _ROWS_COUNTED) * vocab_size
-
-
-def _entries(lists: list[tuple[int, I32]]) -> tuple[I32, I32]:
-    """int32[entries] each: row and token."""
-    rows = np.repeat([row for row, _ in lists], [len(tokens) for _, tokens in lists]).astype(np.int32)
-    return rows, np.concatenate([tokens for _, tokens in lists])
 
 
 def _bitmask(allowed: I32, vocab_size: int) -> I32:
