@@ -19,7 +19,7 @@ from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
-from services.worker.kernels.interface.network import Activation, NetworkKernels, PlainEmbedding
+from services.worker.kernels.interface.network import Activation, NetworkKernels, WeightTable
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import Recording
 from services.worker.kernels.interface.routing import Routed, RoutingKernels
@@ -65,9 +65,8 @@ class CpuNetwork(NetworkKernels):
 
     def embedding(self, weight: Packed) -> EmbeddingTable:
         packed = weight if isinstance(weight, tuple) else self.pack(weight, is_table=True)
-        if isinstance(packed, torch.Tensor):
-            return PlainEmbedding(self, packed)
-        assert isinstance(packed, tuple), "quantised weights are packed"
+        if not isinstance(packed, tuple):
+            return WeightTable(self, packed)
         [panels] = packed  # one tensor of a file
         if panels.layout == FLOAT32:
             kernel = float32_rows_kernel(self._wide, panels.memory.dtype == torch.bfloat16)

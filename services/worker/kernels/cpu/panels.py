@@ -53,8 +53,6 @@ class PanelEmbedding:
         kernel: looks up outputs of this layout
     """
 
-    tensor: torch.Tensor | None = None
-
     def __init__(self, launcher: Launcher, panels: PackedRows, kernel: Kernel) -> None:
         self._launcher, self.panels, self.num_bytes = launcher, panels, panels.memory.nbytes
         self._kernel, self._format = kernel, format_address(panels)

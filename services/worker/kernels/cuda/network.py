@@ -16,7 +16,7 @@ from services.worker.kernels.cuda.recording import GraphRecording
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
-from services.worker.kernels.interface.network import Activation, NetworkKernels, PlainEmbedding
+from services.worker.kernels.interface.network import Activation, NetworkKernels, WeightTable
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import EagerRecording, Recording
 from services.worker.kernels.packed_weight import PLAIN, Packed
@@ -74,11 +74,7 @@ class CudaNetwork(NetworkKernels):
 
     def embedding(self, weight: Packed) -> EmbeddingTable:
         assert not isinstance(weight, tuple), PLAIN
-        return PlainEmbedding(self, self._device.keep(dense(weight)))
-
-    def tied(self, embedding: EmbeddingTable) -> Linear:
-        assert embedding.tensor is not None, "it is one of this network's"
-        return self.linear(embedding.tensor)
+        return WeightTable(self, self._device.keep(dense(weight)))
 
     def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
         """keys[layer] and values[layer]: [blocks, kv_heads, block_size, head_dim]."""

@@ -9,11 +9,11 @@ from torch.nn import functional
 from services.worker.kernels.interface.attention import Attention, AttentionShape, PlainAttention, normalised
 from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
-from services.worker.kernels.interface.products import EmbeddingTable, Linear, PlainLinear, WeightTable
+from services.worker.kernels.interface.products import EmbeddingTable, Linear, PlainLinear
 from services.worker.kernels.interface.recording import EagerRecording, Recording
 from services.worker.kernels.interface.routing import RoutingKernels
 from services.worker.kernels.packed_weight import PLAIN, Packed
-from services.worker.kernels.quantized_weight import Weight
+from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 
 T = TypeVar("T")
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -44,7 +44,7 @@ class NetworkKernels:
     def embedding(self, weight: Packed) -> EmbeddingTable:
         """Prepare the vectors of tokens, [tokens, width]."""
         assert not isinstance(weight, tuple), PLAIN
-        return WeightTable(weight)
+        return WeightTable(self, weight)
 
     def tied(self, embedding: EmbeddingTable) -> Linear:
         """A product with the embedding's vectors as weights, which were packed for `linear`. It reads the same memory,
@@ -148,12 +148,14 @@ class NetworkKernels:
         return EagerRecording(body, buffers)
 
 
-class PlainEmbedding:
-    """`EmbeddingTable`"""
+class WeightTable:
+    """`EmbeddingTable` of a weight that is not packed."""
 
-    def __init__(self, network: NetworkKernels, tensor: torch.Tensor) -> None:
-        self._network, self._tensor, self.num_bytes = network, tensor, tensor.nbytes
-        self.tensor: torch.Tensor | None = tensor
+    def __init__(self, network: NetworkKernels, weight: Weight) -> None:
+        self._network, self.weight, self.num_bytes = network, weight, weight.nbytes
 
     def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
-        self._network.gather(index, self._tensor, out)
+        if isinstance(self.weight, QuantizedWeight):
+            out.copy_(self.weight.select(index.long()))
+        else:
+            self._network.gather(index, self.weight, out)

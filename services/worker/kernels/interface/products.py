@@ -25,8 +25,6 @@ class Linear(Protocol):
 class EmbeddingTable(Protocol):
     """Vectors of tokens."""
 
-    tensor: torch.Tensor | None
-    """[tokens, width]; None where they are kept in another layout."""
     num_bytes: int
 
     def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
@@ -48,15 +46,3 @@ class PlainLinear:
         if isinstance(weight, QuantizedWeight):
             weight = weight.dequantized().to(self._activations)
         return out.copy_(functional.linear(x, weight, self._bias))
-
-
-class WeightTable:
-    """`EmbeddingTable`"""
-
-    def __init__(self, weight: Weight) -> None:
-        self.weight, self.num_bytes = weight, weight.nbytes
-        self.tensor = weight if isinstance(weight, torch.Tensor) else None
-
-    def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
-        weight, rows = self.weight, index.long()
-        out.copy_(weight.select(rows) if isinstance(weight, QuantizedWeight) else weight[rows])
