@@ -68,10 +68,7 @@ class PagedAttention:
         self._processors = processors or num_processors(where)
         self._frequencies = shape.frequencies.to(where)
         self._amplitudes = shape.amplitudes.to(where) if bool((shape.amplitudes != 1).any()) else None
-        self._buffers = AttentionBuffers(
-            *(shape.heads, self._group, shape.head_dim, most_tokens, activations, self._processors, where),
-            len(shape.frequencies),
-        )
+        self._buffers = AttentionBuffers(shape, self._kv_heads, most_tokens, activations, self._processors, where)
         self._positions = self._slots = torch.empty(0, dtype=torch.int32, device=where)
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
@@ -134,16 +131,8 @@ class PagedAttention:
         keys, values, table = self._of(layer)
         shared = {"group": self._group, "head_dim": head_dim, "width": width, "rows": rows, "splits": splits}
         attention_kernel[len(tiles) * programs, self._kv_heads, splits](
-            *(b.queries, keys, values, table, tiles, out),
-            *(
-                *parts,
-                b.sums if sinks is None else sinks,
-                self._shape.scale * _LOG2_E,
-                table.stride(0),
-                self._kv_heads,
-                least,
-                most,
-            ),
+            *(b.queries, keys, values, table, tiles, out, *parts, b.sums if sinks is None else sinks),
+            *(self._shape.scale * _LOG2_E, table.stride(0), self._kv_heads, least, most),
             block_size=self._cache.shape.block_size,
             window=self._shape.windows[layer],
             has_sinks=sinks is not None,
