@@ -13,7 +13,7 @@ from numba.core import cgutils, types
 
 from services.worker.kernels.cpu.compiled import simd
 from services.worker.kernels.cpu.compiled.block_formats import QUADS
-from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store
+from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store, times
 from services.worker.kernels.cpu.compiled.intrinsics import emits
 from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, VF, VI, spread
 
@@ -64,9 +64,9 @@ def dot_products(builder: Any, rows: Any, x: Any, stride: Any, weights: Any, ste
     def multiply(rows: int) -> None:
         sums = _Sums(builder, rows)
         with cgutils.for_range(builder, pairs) as loop:
-            offset = builder.mul(loop.index, ir.Constant(I64, WORDS))
+            offset = times(builder, loop.index, WORDS)
             words = [load(builder, _at(builder, weights, step, panel, offset), VI) for panel in range(PANELS)]
-            sums.add_products(words, x, stride, builder.mul(loop.index, ir.Constant(I64, 4)))
+            sums.add_products(words, x, stride, times(builder, loop.index, 4))
         sums.store(out)
 
     for_each_size(builder, rows, range(1, ROWS + 1), multiply)
@@ -113,7 +113,7 @@ class _Sums:
 
 
 def _at(builder: Any, base: Any, distance: Any, number: int, offset: Any) -> Any:
-    return builder.add(builder.add(base, builder.mul(distance, ir.Constant(I64, number))), offset)
+    return builder.add(builder.add(base, times(builder, distance, number)), offset)
 
 
 def _dot(builder: Any, sums: Any, x: Any, weights: Any) -> Any:
