@@ -19,7 +19,7 @@ from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
-from services.worker.kernels.interface.network import Activation, NetworkKernels, WeightTable
+from services.worker.kernels.interface.network import Activation, NetworkKernels
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import Recording
 from services.worker.kernels.interface.routing import Routed, RoutingKernels
@@ -66,7 +66,7 @@ class CpuNetwork(NetworkKernels):
     def embedding(self, weight: Packed) -> EmbeddingTable:
         packed = weight if isinstance(weight, tuple) else self.pack(weight, is_table=True)
         if not isinstance(packed, tuple):
-            return WeightTable(self, packed)
+            return EmbeddingTable(self.gather, packed)
         [panels] = packed  # one tensor of a file
         if panels.layout == FLOAT32:
             kernel = float32_rows_kernel(self._wide, panels.memory.dtype == torch.bfloat16)
@@ -157,8 +157,8 @@ class CpuRouting(RoutingKernels):
         return out
 
 
-class CpuAttention:
-    """`Attention`. `write` stores the rotated queries for `attend`, padded to whole vectors."""
+class CpuAttention(Attention):
+    """`write` stores the rotated queries for `attend`, padded to whole vectors."""
 
     def __init__(
         self,
@@ -171,7 +171,8 @@ class CpuAttention:
     ) -> None:
         kinds = activations == torch.bfloat16, cache.shape.dtype == torch.bfloat16
         self._rotary, self._write, self._attend = (rotary_kernel(), write_kernel(*kinds), attention_kernel(*kinds))
-        self._launcher, self._shape, self._cache, self._tables = (launcher, shape, cache, shape.tables_of(table))
+        super().__init__(shape, cache, table)
+        self._launcher = launcher
         dim, block_size = cache.shape.head_dim, cache.shape.block_size
         self._queries = torch.empty(most_tokens, shape.heads, padded(dim))
         turns = len(shape.frequencies)

@@ -10,6 +10,7 @@ from services.worker.kernels.cpu.compiled.coded_product import format_table
 from services.worker.kernels.cpu.compiled.quantized import GROUP, pack_kernel, pack_layout
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.thread_team import Kernel
+from services.worker.kernels.interface.products import EmbeddingTable
 from services.worker.kernels.packed_weight import PackedRows
 
 OUTPUTS = 4 * PANEL
@@ -46,8 +47,8 @@ def format_address(panels: PackedRows) -> int:
     return format_table(KINDS.index(panels.layout)).ctypes.data if panels.layout in KINDS else 0
 
 
-class PanelEmbedding:
-    """`EmbeddingTable` in panels. A tied head uses the same panels.
+class PanelEmbedding(EmbeddingTable):
+    """Vectors in panels. A tied head uses the same panels.
 
     Args:
         kernel: looks up outputs of this layout

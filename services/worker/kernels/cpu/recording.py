@@ -7,7 +7,7 @@ Between sequences of kernels, a recording calls functions of the host.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from services.worker.kernels.cpu.compiled import raw
 from services.worker.kernels.cpu.helpers import share
 from services.worker.kernels.cpu.thread_team import Kernel, arguments
 from services.worker.kernels.interface.buffers import Buffers
-from services.worker.kernels.interface.recording import Captured
+from services.worker.kernels.interface.recording import Recording
 
 T = TypeVar("T")
 Cell = NDArray[np.int64]
@@ -117,8 +117,8 @@ class HostCall:
         self._out[:rows] = self._function(self._x[:rows])
 
 
-class CpuRecording(Generic[T]):
-    """A `Recording`: sequences of kernels, and between them functions of the host. `add` and `call` make it."""
+class CpuRecording(Recording[T]):
+    """Sequences of kernels, and between them functions of the host. `add` and `call` make it."""
 
     result: T
     """Set when everything is recorded."""
@@ -150,10 +150,6 @@ class CpuRecording(Generic[T]):
         for part in self._parts:
             part.run()
         return self.result
-
-    def capture(self, progress: Captured) -> int:
-        """Do nothing: the operations are recorded."""
-        return 0
 
     def single(self, kind: str) -> tuple[int, int, int]:
         """Return the arguments of the kernel that runs this recording: address and number of its calls, cell of `kind`.

@@ -9,7 +9,7 @@ from services.worker.kernels.cuda.attention_buffers import DRAFTED, LEAST_ROWS, 
 from services.worker.kernels.cuda.compiled.attention import attention_kernel, merge_kernel
 from services.worker.kernels.cuda.compiled.writing import write_kernel
 from services.worker.kernels.cuda.split_plan import num_splits
-from services.worker.kernels.interface.attention import AttentionShape
+from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.kv_cache import KVCache
 
 TILE = 64
@@ -43,8 +43,8 @@ class _Launch(NamedTuple):
     splits: int
 
 
-class PagedAttention:
-    """`Attention`. Queries keep the dtype of the activations, as the products of the kernel need it.
+class PagedAttention(Attention):
+    """Queries keep the dtype of the activations, as the products of the kernel need it.
 
     Args:
         table: int32[slots, blocks] on the device
@@ -60,7 +60,7 @@ class PagedAttention:
         activations: torch.dtype,
         processors: int | None = None,
     ) -> None:
-        self._shape, self._cache, self._tables = shape, cache, shape.tables_of(table)
+        super().__init__(shape, cache, table)
         self._heads, self._kv_heads, self._head_dim = shape.heads, cache.shape.kv_heads, shape.head_dim
         self._group = shape.heads // self._kv_heads
         self._sizes = _SIZES[activations.itemsize]

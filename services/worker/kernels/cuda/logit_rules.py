@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import triton
-from numpy.typing import NDArray
 
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cuda.compiled.logit_rules import (
@@ -17,7 +16,7 @@ from services.worker.kernels.cuda.compiled.logit_rules import (
     penalize_kernel,
 )
 from services.worker.kernels.interface.arrays import F32, I32
-from services.worker.kernels.interface.logit_rules import LogitRule
+from services.worker.kernels.interface.logit_rules import LogitRule, LogitRules
 
 _AT_ONCE = 1024
 _WORD = 32
@@ -35,26 +34,22 @@ class _Row(NamedTuple):
     rule: LogitRule
 
 
-class CudaLogitRules:
-    """`LogitRules`. A position without a token is not counted."""
+class CudaLogitRules(LogitRules):
+    """A position without a token is not counted."""
 
     def __init__(self, num_slots: int, vocab_size: int, history: torch.Tensor, device: ComputeDevice) -> None:
-        self._vocab, self._history, self._device = vocab_size, history, device
-        self._rules: list[LogitRule | None] = [None] * num_slots
-        self._has_rule = np.zeros(num_slots, np.bool_)
+        super().__init__(num_slots, vocab_size, history)
+        self._device = device
         self._masks: dict[int, I32] = {}
         """int32[words] of slots with allowed tokens"""
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device.where)
         """Zero between two steps."""
 
     def assign(self, slot: int, rule: LogitRule | None) -> None:
-        self._rules[slot], self._has_rule[slot] = rule, rule is not None
+        super().assign(slot, rule)
         self._masks.pop(slot, None)
         if rule is not None and rule.allowed is not None:
             self._masks[slot] = _bitmask(rule.allowed, self._vocab)
-
-    def changes(self, slots: I32) -> NDArray[np.bool_]:
-        return self._has_rule[slots]
 
     def apply(self, logits: torch.Tensor, slots: I32, positions: I32) -> None:
         rows = list(self._rows(slots, positions))
