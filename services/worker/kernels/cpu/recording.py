@@ -73,10 +73,10 @@ def replay_kernel() -> Kernel:
 class Sequence:
     """Recorded kernels that follow one another. For one calling thread."""
 
-    def __init__(self, replay: Kernel) -> None:
+    def __init__(self) -> None:
         self._kernels: list[Kernel] = []
         self._calls = np.empty(0, _CALL)
-        self._replay = replay.again()
+        self._replay = replay_kernel()
         self._filled: tuple[int, ...] = ()
 
     def add(self, kernel: Kernel, values: tuple[Any, ...], rows: Cell, items: int, chunk: int, field: str) -> None:
@@ -123,8 +123,8 @@ class CpuRecording(Recording[T]):
     result: T
     """Set when everything is recorded."""
 
-    def __init__(self, buffers: Buffers, replay: Kernel) -> None:
-        self._buffers, self._replay = buffers, replay
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
         self._cells = {kind: np.zeros(1, np.int64) for kind in buffers.capacity}
         self._parts: list[Sequence | HostCall] = []
 
@@ -134,7 +134,7 @@ class CpuRecording(Recording[T]):
         """Append a kernel over the rows of the buffer `counted`; the rest as for `Sequence.add`."""
         last = self._parts[-1] if self._parts else None
         if not isinstance(last, Sequence):
-            self._parts.append(last := Sequence(self._replay))
+            self._parts.append(last := Sequence())
         last.add(kernel, values, self._cell(counted), items, chunk, field)
 
     def call(self, function: Function, x: torch.Tensor, out: torch.Tensor) -> None:
