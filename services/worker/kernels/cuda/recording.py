@@ -34,7 +34,7 @@ class GraphRecording(Recording[T]):
 
     def capture(self, progress: Captured) -> int:
         self._buffers.reset()
-        free, sizes = self._graphs.free_memory(), self._plan.capture_order
+        free, sizes = self._graphs.free_memory(), self._plan.sizes[::-1]  # smaller ones reuse the largest one's memory
         for number, size in enumerate(sizes):
             self._first_run(size)
             progress(number + 1, len(sizes))
