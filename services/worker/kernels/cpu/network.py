@@ -174,12 +174,12 @@ class CpuAttention(Attention):
         super().__init__(shape, cache, table)
         self._launcher = launcher
         dim, block_size = cache.shape.head_dim, cache.shape.block_size
-        self._queries = torch.empty(most_tokens, shape.heads, padded(dim))
+        self._queries = torch.empty(shape.heads, most_tokens, padded(dim))
         turns = len(shape.frequencies)
         self._cos, self._sin = (torch.empty(turns, most_tokens, dim // 2) for _ in range(2))
         self._shared = (
             *(block_size, padded(block_size)),
-            *(shape.heads, cache.shape.kv_heads, dim, padded(dim), self._queries.data_ptr()),
+            *(shape.heads, cache.shape.kv_heads, dim, padded(dim), self._queries.data_ptr(), most_tokens),
         )
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
