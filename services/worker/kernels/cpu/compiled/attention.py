@@ -20,9 +20,8 @@ from services.worker.kernels.cpu.compiled.building import for_each_size, load, m
 from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.norm_and_gate import row_factor
 from services.worker.kernels.cpu.compiled.simd import F32, I32, I64, VF, spread
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
+from services.worker.kernels.cpu.thread_team import ADDRESS, Kernel, arguments, items
 
-ADDRESS = np.int64
 TILE = 8
 """Number of queries of one request that read a key block while it is in the innermost cache."""
 SCORED, AVERAGED = (4, 4) if simd.WIDE else (2, 1)
