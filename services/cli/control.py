@@ -18,14 +18,12 @@ from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
 from services.cli.preflight import check_model, check_policy, check_tiers
 from services.cli.settings import ConfigurationError, merge
 from services.cli.supervisor import Supervisor
-from services.config import OMITTED, SchedulerConfig, ServeConfig, WorkerConfig, flag
+from services.config import OF_ONE_ENGINE, OMITTED, SchedulerConfig, ServeConfig, WorkerConfig, flag
 
 TIMEOUT = 2.0
 """Seconds that a client may take to send its line; the supervisor waits meanwhile."""
 CHANGEABLE = (set(SchedulerConfig.model_fields) | set(WorkerConfig.model_fields)) - OMITTED
 """Settings that an engine may be started with."""
-SHARED = ("record", "kv_events_config", "step_trace")
-"""Settings that two engines cannot have at the same time."""
 
 
 class EngineControl:
@@ -95,7 +93,7 @@ class EngineControl:
         others = sorted(settings.keys() - CHANGEABLE)
         if wrong := [name for name in others if getattr(config, name) != getattr(self._config, name)]:
             raise ConfigurationError(f"{flag(wrong[0])} is no setting of an engine; stop the server to change it")
-        if wrong := [name for name in SHARED if getattr(config, name)]:
+        if wrong := [name for name in OF_ONE_ENGINE if getattr(config, name)]:
             raise ConfigurationError(f"{flag(wrong[0])}: two engines cannot share it, so no other one is started")
         check_model(config.model)
         check_sizes(config.model_copy(update={"data_parallel_size": 1}))

@@ -19,14 +19,6 @@ from services.worker.backends.native.model.partition import ModelPart, tensor_pa
 from services.worker.kernels.layout import inputs_kept_together
 from services.worker.runner import LoadError
 
-PACKAGES = {"native": ("torch",), "vllm": ("vllm",), "sim": ("torch",)}
-"""Packages that a backend needs on every device."""
-REMEDY = {
-    "native": "install the extra: pip install 'runahead-engine[native]'",
-    "sim": "install the extra: pip install 'runahead-engine[native]'",
-    "vllm": "docs/vllm.md has the installation; --backend native needs no vLLM",
-}
-
 
 def check_sizes(config: ServeConfig) -> None:
     """Check that the backend is installed, and that model, ranks, context and memory fit together.
@@ -36,12 +28,12 @@ def check_sizes(config: ServeConfig) -> None:
 
     Raises: ConfigurationError
     """
-    _check_packages(config, PACKAGES[config.backend])
+    _check_package(config, "vllm" if config.backend == "vllm" else "torch")
     if config.backend != "native":
         return
     serving = serving_memory(config)
     if config.device != "cuda" and not serving.is_gpu:
-        _check_packages(config, ("numba",))  # compiles the kernels of processors
+        _check_package(config, "numba")  # compiles the kernels of processors
         _check_no_gpu_settings(config)
     if not is_local(config.model):
         return
@@ -67,11 +59,13 @@ CHECKED = {
 """Settings that may not fit the model."""
 
 
-def _check_packages(config: ServeConfig, needed: Sequence[str]) -> None:
-    """Raises: ConfigurationError, with those that are not installed"""
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigurationError(f"--backend {config.backend} needs {' and '.join(missing)}; {REMEDY[config.backend]}")
+def _check_package(config: ServeConfig, name: str) -> None:
+    """Raises: ConfigurationError, if a package that the backend needs is not installed"""
+    if importlib.util.find_spec(name) is None:
+        remedy = "install the extra: pip install 'runahead-engine[native]'"
+        if name == "vllm":
+            remedy = "docs/vllm.md has the installation; --backend native needs no vLLM"
+        raise ConfigurationError(f"--backend {config.backend} needs {name}; {remedy}")
 
 
 def check_native(config: ServeConfig, path: Path, serving: ServingMemory) -> None:

@@ -18,7 +18,7 @@ from services.config.http import HttpConfig
 from services.config.kv_events import KVEventsConfig
 from services.config.ray import OF_RAY, RayCommandConfig, RayConfig
 from services.config.scheduler import SchedulerConfig
-from services.config.serve import ENDPOINTS, OMITTED, SERVICES, ServeConfig
+from services.config.serve import ENDPOINTS, OF_ONE_ENGINE, OMITTED, SERVICES, ServeConfig
 from services.config.simulator import SimulatorConfig
 from services.config.speculation import SpeculativeConfig
 from services.config.worker import BackendConfig, WorkerConfig

@@ -98,7 +98,7 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
 
     def refusals_of_engines(self) -> Iterator[str]:
         """Yield the reasons why so many engines cannot share one machine."""
-        for name in ("record", "kv_events_config", "step_trace"):
+        for name in OF_ONE_ENGINE:
             if self.data_parallel_size > 1 and getattr(self, name):
                 yield (
                     f"{flag(name)}: two engines cannot share it; use --data-parallel-size 1, or start "
@@ -112,6 +112,8 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
         return self.model_dump(include=set(service.model_fields), exclude_unset=True)
 
 
+OF_ONE_ENGINE = ("record", "kv_events_config", "step_trace")
+"""Settings that two engines cannot have at the same time."""
 ENDPOINTS = frozenset({"worker_endpoint", "client_endpoint", "scheduler_endpoint"})
 """Settings with the endpoint of a socket between services."""
 CONNECTION = frozenset({"client_endpoint", "transport_keys"})

@@ -22,30 +22,10 @@ RANK_PARTS = (
     ("send", "sampled", "sent"),
 )
 """Name, beginning and end of each part of a step on a rank."""
+APART = 100
+"""Distance between the first threads of two lanes of a process."""
 RANK_TIMES = ("received", "prepared", "forward_began", "forward_ended", "sampled", "sent")
 """Fields of a rank that are moments."""
-
-
-class _Lanes:
-    """Threads of one process with the same name, as many as overlapping slices need."""
-
-    def __init__(self, name: str, first: int) -> None:
-        self.name = name
-        self._first = first
-        self.ends: list[float] = []
-
-    def place(self, began: float, ended: float) -> int:
-        """Return the thread id of a slice. Slices are placed in the order in which they begin."""
-        for lane, end in enumerate(self.ends):
-            if end <= began:
-                self.ends[lane] = ended
-                return self._first + lane
-        self.ends.append(ended)
-        return self._first + len(self.ends) - 1
-
-    def threads(self) -> Iterable[tuple[int, str]]:
-        for lane in range(len(self.ends)):
-            yield self._first + lane, self.name if lane == 0 else f"{self.name} ({lane + 1})"
 
 
 def _consistent(step: Event) -> Event:
@@ -77,7 +57,8 @@ class TraceWriter:
         moments += [r["times"]["queued"] for r in self._requests.values() if r["times"]["queued"]]
         self._origin = min(moments, default=0.0)
         self._events: list[Event] = []
-        self._lanes: dict[int, list[_Lanes]] = {}
+        self._lanes: dict[int, dict[str, tuple[int, list[float]]]] = defaultdict(dict, {SCHEDULER: {}, REQUESTS: {}})
+        """By process and name: the first thread, and the end of the last slice of each; as many as overlaps need."""
         self._flows = 0
         self.num_steps = len(self._steps)
         self.num_ranks = len({rank["rank"] for step in self._steps for rank in step["ranks"]})
@@ -104,11 +85,15 @@ class TraceWriter:
         """Return microseconds since the first moment of the trace."""
         return round((at - self._origin) * 1e6, 3)
 
-    def _slice(self, process: int, lanes: _Lanes, name: str, began: float, ended: float, args: Event) -> int:
-        """Add a slice to a free lane. Return its thread."""
-        thread = lanes.place(began, max(began, ended))
-        self._slice_of(process, thread, name, began, ended, args)
-        return thread
+    def _slice(self, process: int, lane: str, name: str, began: float, ended: float, args: Event) -> int:
+        """Add a slice to a free thread of a lane, whose slices are added in the order in which they begin. Return the
+        thread."""
+        lanes = self._lanes[process]
+        first, ends = lanes.setdefault(lane, (1 + APART * len(lanes), []))
+        free = next((number for number, end in enumerate(ends) if end <= began), len(ends))
+        ends[free : free + 1] = [max(began, ended)]
+        self._slice_of(process, first + free, name, began, ended, args)
+        return first + free
 
     def _slice_of(self, process: int, thread: int, name: str, began: float, ended: float, args: Event) -> None:
         duration = max(0.0, round(self._us(ended) - self._us(began), 3))
@@ -123,18 +108,16 @@ class TraceWriter:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _add_steps(self) -> None:
-        plans, results = _Lanes("plan", 1), _Lanes("apply", 100)
-        self._lanes[SCHEDULER] = [plans, results]
         planned = {
             _key(step): self._slice(
-                SCHEDULER, plans, _name(step), step["planned"], step["dispatched"], _arguments(step)
+                SCHEDULER, "plan", _name(step), step["planned"], step["dispatched"], _arguments(step)
             )
             for step in self._steps
         }
         executed = self._add_ranks()
         for step in sorted(self._steps, key=lambda step: float(step["result_received"])):
             received, key = step["result_received"], _key(step)
-            applied = self._slice(SCHEDULER, results, _name(step), received, step["applied"], {})
+            applied = self._slice(SCHEDULER, "apply", _name(step), received, step["applied"], {})
             for rank, (process, thread, began) in executed[key].items():
                 source = (SCHEDULER, planned[key], _within(step["planned"], step["dispatched"]))
                 self._flow("plan", source, (process, thread, began))
@@ -149,12 +132,10 @@ class TraceWriter:
         measured = [(rank, step) for step in self._steps for rank in step["ranks"] if rank["forward_began"]]
         for part, (name, begins, ends) in enumerate(RANK_PARTS):
             for rank, step in sorted(measured, key=lambda pair: float(pair[0][begins])):
-                process = FIRST_RANK + rank["rank"]
-                lanes = self._lanes.setdefault(process, _rank_lanes())[part]
                 if not rank[begins] or not rank[ends]:
                     continue
-                title = f"{_name(step)}: {name}" if part else _name(step)
-                thread = self._slice(process, lanes, title, rank[begins], rank[ends], rank)
+                process, title = FIRST_RANK + rank["rank"], f"{_name(step)}: {name}" if part else _name(step)
+                thread = self._slice(process, name, title, rank[begins], rank[ends], rank)
                 if not part:
                     executed[_key(step)][rank["rank"]] = (process, thread, rank[begins])
         return executed
@@ -177,17 +158,14 @@ class TraceWriter:
         for step in self._steps:
             for row, request in enumerate(step["requests"]):
                 rows[request].append((step, row))
-        lanes = self._lanes[REQUESTS] = []
-        for thread, name in enumerate(dict.fromkeys([*self._requests, *rows]), 1):
+        for name in dict.fromkeys([*self._requests, *rows]):
             known = self._requests.get(name)
             phases = _phases(None if known is None else known["times"], rows.get(name, []))
             if not phases:
                 continue
-            lane = _Lanes(f"{name} {known['request_id'] if known else ''}".strip(), thread)
-            lane.ends.append(0.0)
-            lanes.append(lane)
+            lane = f"{name} {known['request_id'] if known else ''}".strip()
             arguments = {k: v for k, v in known.items() if k != "times"} if known else {"request": name}
-            self._slice_of(REQUESTS, thread, name, phases[0][1], phases[-1][2], arguments)
+            thread = self._slice(REQUESTS, lane, name, phases[0][1], phases[-1][2], arguments)
             for phase, began, ended in phases:
                 self._slice_of(REQUESTS, thread, phase, began, ended, {})
 
@@ -200,14 +178,11 @@ class TraceWriter:
             order = {REQUESTS: 10_000}.get(process, process)
             yield _metadata("process_name", process, 0, name=title)
             yield _metadata("process_sort_index", process, 0, sort_index=order)
-            for lane in lanes:
-                for thread, name in lane.threads():
+            for lane, (first, ends) in lanes.items():
+                for number in range(len(ends)):
+                    name, thread = f"{lane} ({number + 1})" if number else lane, first + number
                     yield _metadata("thread_name", process, thread, name=name)
                     yield _metadata("thread_sort_index", process, thread, sort_index=thread)
-
-
-def _rank_lanes() -> list[_Lanes]:
-    return [_Lanes(name, 1 + 100 * part) for part, (name, *_) in enumerate(RANK_PARTS)]
 
 
 def _metadata(kind: str, process: int, thread: int, **args: str | int) -> Event:

@@ -4,22 +4,21 @@ Columns of the host are uploaded as the interface says, and what a kernel return
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from services.worker.batch.slots import Rows
-from services.worker.kernels.interface.attention import Attention, AttentionShape
+from services.worker.kernels.interface.attention import AttentionShape
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.kernels.interface.drafting import DraftingKernels
 from services.worker.kernels.interface.kernels import Kernels
 from services.worker.kernels.interface.kv_cache import KVCache
 from services.worker.kernels.interface.logit_rules import LogitRule, LogitRules
 from services.worker.kernels.interface.network import NetworkKernels
-from services.worker.kernels.interface.products import EmbeddingTable, Linear
-from services.worker.kernels.interface.recording import Captured, Recording
+from services.worker.kernels.interface.recording import Recording
 from services.worker.kernels.interface.rows import BatchTensors, RowKernels, Verified
 from services.worker.kernels.interface.sampling import DrawColumns, SamplingKernels, ScoredTokens
 from services.worker.kernels.packed_weight import Packed
@@ -54,17 +53,10 @@ class LazyNetwork(NetworkKernels):
         super().__init__(activations)
         self._device, self.routing = device, None
 
-    def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
+    def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Any:
         return Later(super().linear(weight, bias), self._device)
 
-    def embedding(self, weight: Packed) -> EmbeddingTable:
-        return Later(super().embedding(weight), self._device)
-
-    def tied(self, embedding: EmbeddingTable) -> Linear:
-        assert isinstance(embedding, Later), "it is one of this network's"
-        return super().tied(embedding.inner)
-
-    def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
+    def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Any:
         return Later(super().attention(shape, cache, table, most_tokens), self._device)
 
     gather, copy, add = map(enqueued, (NetworkKernels.gather, NetworkKernels.copy, NetworkKernels.add))
@@ -80,11 +72,12 @@ class LazyNetwork(NetworkKernels):
         return LazyRecording(body, buffers, self._device)
 
 
-class LazyRecording(Generic[T]):
-    """`Recording`. `body` returns a buffer."""
+class LazyRecording(Recording[T]):
+    """`body` returns a buffer."""
 
     def __init__(self, body: Callable[[Any], T], buffers: Buffers, device: LazyDevice) -> None:
-        self._body, self._buffers, self._device = body, buffers, device
+        super().__init__(body, buffers)
+        self._device = device
         with device.immediately():
             result = body(buffers.first(**dict.fromkeys(buffers.capacity, 0)))
         assert isinstance(result, torch.Tensor)
@@ -96,17 +89,13 @@ class LazyRecording(Generic[T]):
         self._device.launch(lambda: self._body(views))
         return self._result[: counts[self._buffers.kind_of(self._result)]]  # type: ignore[no-any-return]  # a tensor
 
-    def capture(self, progress: Captured) -> int:
-        """Do nothing: the function is called each time."""
-        return 0
-
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 class Later:
-    """A `Linear`, an `EmbeddingTable` or an `Attention` whose methods the device runs later."""
+    """A `Linear` or an `Attention` whose methods the device runs later."""
 
     def __init__(self, inner: Any, device: LazyDevice) -> None:
         self.inner, self._device = inner, device
@@ -187,7 +176,8 @@ class LazySampling(SamplingKernels):
         self._inner, self._device = SamplingKernels(), device
 
     def logit_rules(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> LogitRules:
-        return LazyLogitRules(self._inner.logit_rules(num_slots, vocab_size, history), num_slots, self._device)
+        sizes = num_slots, vocab_size, history
+        return LazyLogitRules(self._inner.logit_rules(*sizes), self._device, *sizes)
 
     def apply_bitmask(self, logits: torch.Tensor, rows: I32, words: I32) -> None:
         uploaded = self._device.upload(rows, words)
@@ -227,19 +217,16 @@ class LazySampling(SamplingKernels):
         return scored
 
 
-class LazyLogitRules:
-    """`LogitRules`"""
-
-    def __init__(self, inner: LogitRules, num_slots: int, device: LazyDevice) -> None:
+class LazyLogitRules(LogitRules):
+    def __init__(
+        self, inner: LogitRules, device: LazyDevice, num_slots: int, vocab_size: int, history: torch.Tensor
+    ) -> None:
+        super().__init__(num_slots, vocab_size, history)
         self._inner, self._device = inner, device
-        self._has = np.zeros(num_slots, np.bool_)
 
     def assign(self, slot: int, rule: LogitRule | None) -> None:
-        self._has[slot] = rule is not None
+        super().assign(slot, rule)
         self._device.launch(lambda: self._inner.assign(slot, rule))
-
-    def changes(self, slots: I32) -> NDArray[np.bool_]:
-        return self._has[slots]
 
     def apply(self, logits: torch.Tensor, slots: I32, positions: I32) -> None:
         uploaded = self._device.upload(slots, positions)

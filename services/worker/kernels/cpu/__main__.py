@@ -12,7 +12,7 @@ import services.worker.kernels.cpu.compiled.routing
 import services.worker.kernels.cpu.compiled.rows  # noqa: F401 - both are compiled when imported
 from services.worker.kernels.cpu.compiled.attention import attention_kernel, write_kernel
 from services.worker.kernels.cpu.compiled.block_formats import KINDS
-from services.worker.kernels.cpu.compiled.choosing import draw_kernel, greedy_kernel
+from services.worker.kernels.cpu.compiled.choosing import choose_kernel
 from services.worker.kernels.cpu.compiled.coded_product import coded_product_kernel, format_table
 from services.worker.kernels.cpu.compiled.copying import copy_kernel
 from services.worker.kernels.cpu.compiled.draft import draft_kernel
@@ -28,8 +28,8 @@ from services.worker.kernels.cpu.recording import replay_kernel
 from services.worker.kernels.selection import OWN_BFLOAT16, PAIRS, TILES, WIDE, processor_features
 
 SINGLE = (
-    *(draw_kernel, greedy_kernel, most_likely_kernel, rules_kernel, mask_kernel),
-    *(logprobs_kernel, ngram_kernel, draft_kernel, rotary_kernel, replay_kernel, pack_kernel),
+    *(most_likely_kernel, rules_kernel, mask_kernel, logprobs_kernel, ngram_kernel, draft_kernel),
+    *(rotary_kernel, replay_kernel, pack_kernel),
 )
 """Kernels without variants."""
 FEATURES = processor_features()
@@ -51,6 +51,7 @@ KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
     (gate_kernel, HALVES),
     (write_kernel, CACHES),
     (copy_kernel, [(False,), (True,)]),
+    (choose_kernel, [(1,)]),
     *((kernel, [()]) for kernel in SINGLE),
 ]
 """Each kernel with the arguments of its variants."""

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from services.worker.kernels.cpu.recording import CpuRecording, Function, replay_kernel
+from services.worker.kernels.cpu.recording import CpuRecording, Function
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.buffers import B
 
@@ -15,9 +15,7 @@ T = TypeVar("T")
 class Launcher:
     """For one calling thread."""
 
-    def __init__(self) -> None:
-        self._replay = replay_kernel()
-        self._recording: CpuRecording[Any] | None = None
+    _recording: CpuRecording[Any] | None = None
 
     def launch(
         self,
@@ -48,7 +46,7 @@ class Launcher:
         return out
 
     def record(self, body: Callable[[B], T], buffers: B) -> CpuRecording[T]:
-        self._recording = recording = CpuRecording[T](buffers, self._replay)
+        self._recording = recording = CpuRecording[T](buffers)
         try:
             recording.result = body(buffers)
         finally:

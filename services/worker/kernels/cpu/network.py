@@ -19,7 +19,7 @@ from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
-from services.worker.kernels.interface.network import Activation, NetworkKernels, PlainEmbedding
+from services.worker.kernels.interface.network import Activation, NetworkKernels
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.kernels.interface.recording import Recording
 from services.worker.kernels.interface.routing import Routed, RoutingKernels
@@ -65,9 +65,8 @@ class CpuNetwork(NetworkKernels):
 
     def embedding(self, weight: Packed) -> EmbeddingTable:
         packed = weight if isinstance(weight, tuple) else self.pack(weight, is_table=True)
-        if isinstance(packed, torch.Tensor):
-            return PlainEmbedding(self, packed)
-        assert isinstance(packed, tuple), "quantised weights are packed"
+        if not isinstance(packed, tuple):
+            return EmbeddingTable(self.gather, packed)
         [panels] = packed  # one tensor of a file
         if panels.layout == FLOAT32:
             kernel = float32_rows_kernel(self._wide, panels.memory.dtype == torch.bfloat16)
@@ -158,8 +157,8 @@ class CpuRouting(RoutingKernels):
         return out
 
 
-class CpuAttention:
-    """`Attention`. `write` stores the rotated queries for `attend`, padded to whole vectors."""
+class CpuAttention(Attention):
+    """`write` stores the rotated queries for `attend`, padded to whole vectors."""
 
     def __init__(
         self,
@@ -172,14 +171,15 @@ class CpuAttention:
     ) -> None:
         kinds = activations == torch.bfloat16, cache.shape.dtype == torch.bfloat16
         self._rotary, self._write, self._attend = (rotary_kernel(), write_kernel(*kinds), attention_kernel(*kinds))
-        self._launcher, self._shape, self._cache, self._tables = (launcher, shape, cache, shape.tables_of(table))
+        super().__init__(shape, cache, table)
+        self._launcher = launcher
         dim, block_size = cache.shape.head_dim, cache.shape.block_size
-        self._queries = torch.empty(most_tokens, shape.heads, padded(dim))
+        self._queries = torch.empty(shape.heads, most_tokens, padded(dim))
         turns = len(shape.frequencies)
         self._cos, self._sin = (torch.empty(turns, most_tokens, dim // 2) for _ in range(2))
         self._shared = (
             *(block_size, padded(block_size)),
-            *(shape.heads, cache.shape.kv_heads, dim, padded(dim), self._queries.data_ptr()),
+            *(shape.heads, cache.shape.kv_heads, dim, padded(dim), self._queries.data_ptr(), most_tokens),
         )
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:

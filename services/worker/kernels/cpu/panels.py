@@ -10,6 +10,7 @@ from services.worker.kernels.cpu.compiled.coded_product import format_table
 from services.worker.kernels.cpu.compiled.quantized import GROUP, pack_kernel, pack_layout
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.thread_team import Kernel
+from services.worker.kernels.interface.products import EmbeddingTable
 from services.worker.kernels.packed_weight import PackedRows
 
 OUTPUTS = 4 * PANEL
@@ -46,14 +47,12 @@ def format_address(panels: PackedRows) -> int:
     return format_table(KINDS.index(panels.layout)).ctypes.data if panels.layout in KINDS else 0
 
 
-class PanelEmbedding:
-    """`EmbeddingTable` in panels. A tied head uses the same panels.
+class PanelEmbedding(EmbeddingTable):
+    """Vectors in panels. A tied head uses the same panels.
 
     Args:
         kernel: looks up outputs of this layout
     """
-
-    tensor: torch.Tensor | None = None
 
     def __init__(self, launcher: Launcher, panels: PackedRows, kernel: Kernel) -> None:
         self._launcher, self.panels, self.num_bytes = launcher, panels, panels.memory.nbytes

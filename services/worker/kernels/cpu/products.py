@@ -9,6 +9,7 @@ from services.worker.kernels.cpu.compiled import coded_product, pair_product, pr
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.panels import OUTPUTS, PAIRED, format_address
 from services.worker.kernels.cpu.thread_team import Kernel
+from services.worker.kernels.interface.products import Linear
 from services.worker.kernels.packed_weight import PackedRows
 from services.worker.kernels.selection import TILES
 
@@ -31,7 +32,7 @@ def float32_panels(weight: torch.Tensor, wide: bool) -> PackedRows:
     return PackedRows(FLOAT32, outputs, inputs, panels.contiguous())
 
 
-class PanelProduct:
+class PanelProduct(Linear):
     """A product with weights in panels, which an embedding may use too. `own`, `wide`: see `CpuNetwork`."""
 
     def __init__(
@@ -42,11 +43,11 @@ class PanelProduct:
         self._kernel, block, self._chunk, self._more = _kernel_of(panels, own, wide)
         self._blocks = -(-panels.outputs // block)
         start = torch.zeros(panels.outputs) if bias is None else bias.float()
-        self._bias = functional.pad(start, (0, -panels.outputs % OUTPUTS))
+        self._starts = functional.pad(start, (0, -panels.outputs % OUTPUTS))
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         panels = self._panels
-        addresses = x.data_ptr(), panels.memory.data_ptr(), self._bias.data_ptr(), out.data_ptr()
+        addresses = x.data_ptr(), panels.memory.data_ptr(), self._starts.data_ptr(), out.data_ptr()
         values = (*addresses, len(x), panels.inputs, panels.outputs, out.stride(0), *self._more)
         self._launcher.launch(self._kernel, x, values, self._blocks, self._chunk, "rows")
         return out
@@ -66,7 +67,7 @@ def _kernel_of(panels: PackedRows, own: str | None, wide: bool) -> tuple[Kernel,
     return coded_product.coded_product_kernel(inputs), coded_product.BLOCK, coded_product.CHUNK, coded
 
 
-class StackedProduct:
+class StackedProduct(Linear):
     """Products of the same inputs, whose outputs are side by side."""
 
     def __init__(self, parts: Sequence[PanelProduct]) -> None:

@@ -7,7 +7,7 @@ Between sequences of kernels, a recording calls functions of the host.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from services.worker.kernels.cpu.compiled import raw
 from services.worker.kernels.cpu.helpers import share
 from services.worker.kernels.cpu.thread_team import Kernel, arguments
 from services.worker.kernels.interface.buffers import Buffers
-from services.worker.kernels.interface.recording import Captured
+from services.worker.kernels.interface.recording import Recording
 
 T = TypeVar("T")
 Cell = NDArray[np.int64]
@@ -73,10 +73,10 @@ def replay_kernel() -> Kernel:
 class Sequence:
     """Recorded kernels that follow one another. For one calling thread."""
 
-    def __init__(self, replay: Kernel) -> None:
+    def __init__(self) -> None:
         self._kernels: list[Kernel] = []
         self._calls = np.empty(0, _CALL)
-        self._replay = replay.again()
+        self._replay = replay_kernel()
         self._filled: tuple[int, ...] = ()
 
     def add(self, kernel: Kernel, values: tuple[Any, ...], rows: Cell, items: int, chunk: int, field: str) -> None:
@@ -117,14 +117,14 @@ class HostCall:
         self._out[:rows] = self._function(self._x[:rows])
 
 
-class CpuRecording(Generic[T]):
-    """A `Recording`: sequences of kernels, and between them functions of the host. `add` and `call` make it."""
+class CpuRecording(Recording[T]):
+    """Sequences of kernels, and between them functions of the host. `add` and `call` make it."""
 
     result: T
     """Set when everything is recorded."""
 
-    def __init__(self, buffers: Buffers, replay: Kernel) -> None:
-        self._buffers, self._replay = buffers, replay
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
         self._cells = {kind: np.zeros(1, np.int64) for kind in buffers.capacity}
         self._parts: list[Sequence | HostCall] = []
 
@@ -134,7 +134,7 @@ class CpuRecording(Generic[T]):
         """Append a kernel over the rows of the buffer `counted`; the rest as for `Sequence.add`."""
         last = self._parts[-1] if self._parts else None
         if not isinstance(last, Sequence):
-            self._parts.append(last := Sequence(self._replay))
+            self._parts.append(last := Sequence())
         last.add(kernel, values, self._cell(counted), items, chunk, field)
 
     def call(self, function: Function, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -150,10 +150,6 @@ class CpuRecording(Generic[T]):
         for part in self._parts:
             part.run()
         return self.result
-
-    def capture(self, progress: Captured) -> int:
-        """Do nothing: the operations are recorded."""
-        return 0
 
     def single(self, kind: str) -> tuple[int, int, int]:
         """Return the arguments of the kernel that runs this recording: address and number of its calls, cell of `kind`.

@@ -1,12 +1,9 @@
 """Sampling with compiled kernels."""
 
-from typing import Any
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from services.worker.kernels.cpu.compiled.choosing import draw_kernel, greedy_kernel
+from services.worker.kernels.cpu.compiled.choosing import choose_kernel
 from services.worker.kernels.cpu.compiled.logit_rules import mask_kernel
 from services.worker.kernels.cpu.compiled.logprobs import logprobs_kernel
 from services.worker.kernels.cpu.logit_rules import CpuLogitRules
@@ -21,8 +18,8 @@ class CpuSampling(SamplingKernels):
     """For one calling thread."""
 
     def __init__(self) -> None:
-        self._greedy, self._draw, self._mask = greedy_kernel(), draw_kernel(), mask_kernel()
-        self._logprobs = logprobs_kernel()
+        self._greedy, self._draw = choose_kernel(cost=4), choose_kernel(cost=1)
+        self._mask, self._logprobs = mask_kernel(), logprobs_kernel()
 
     def logit_rules(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> LogitRules:
         return CpuLogitRules(num_slots, vocab_size, history)
@@ -33,37 +30,17 @@ class CpuSampling(SamplingKernels):
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         ids = torch.empty(len(logits), dtype=torch.int32)
-        self._greedy.run(len(logits), (logits.data_ptr(), 0, logits.shape[1], ids.data_ptr()))
+        self._greedy.run(len(logits), (logits.data_ptr(), logits.shape[1], *(0,) * 6, ids.data_ptr()))
         return ids
 
     def choose(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
-        draws = columns.temperature >= GREEDY_BELOW
-        if not draws.any():
+        if (columns.temperature < GREEDY_BELOW).all():
             return self.greedy(logits)
-        if draws.all():
-            return torch.from_numpy(self._drawn(logits, np.arange(len(logits), dtype=np.int32), columns))
-        ids = np.empty(len(logits), np.int32)
-        rows = np.flatnonzero(~draws).astype(np.int32)
-        ids[rows] = self._greatest(logits, rows)
-        rows = np.flatnonzero(draws).astype(np.int32)
-        ids[rows] = self._drawn(logits, rows, columns)
-        return torch.from_numpy(ids)
-
-    def _greatest(self, logits: torch.Tensor, rows: I32) -> I32:
-        ids = np.empty(len(rows), np.int32)
-        addresses = logits.data_ptr(), rows.ctypes.data
-        self._greedy.run(len(rows), (*addresses, logits.shape[1], ids.ctypes.data))
-        return ids
-
-    def _drawn(self, logits: torch.Tensor, rows: I32, columns: DrawColumns) -> I32:
-        ids = np.empty(len(rows), np.int32)
-        chosen: list[NDArray[Any]] = [*columns]
-        if len(rows) < len(logits):
-            chosen = [column[rows] for column in columns]
-        *filters, seed, position = chosen
-        drawn = [*filters, *keys(seed, position), ids]
-        addresses = logits.data_ptr(), rows.ctypes.data
-        self._draw.run(len(rows), (*addresses, logits.shape[1], *(column.ctypes.data for column in drawn)))
+        ids = torch.empty(len(logits), dtype=torch.int32)
+        *filters, seed, position = columns
+        drawn = *filters, *keys(seed, position)
+        addresses = (column.ctypes.data for column in drawn)
+        self._draw.run(len(logits), (logits.data_ptr(), logits.shape[1], *addresses, ids.data_ptr()))
         return ids
 
     def logprobs(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:

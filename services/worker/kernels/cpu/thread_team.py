@@ -18,13 +18,15 @@ from numba.core import types
 from services.worker.kernels.cpu.compiled.raw import fetch_add
 from services.worker.kernels.cpu.helpers import Helpers, share
 
+ADDRESS = np.int64
+"""Type of a pointer in an argument block."""
 HEADER = ("next", np.int64), ("items", np.int64)
 """First fields of every argument block: the counter, and the number of items."""
 Field = tuple[str, type[np.generic]]
 
 
 def arguments(*fields: Field) -> "np.dtype[np.void]":
-    """Return the type of a kernel's argument block, from names and types of its arguments; pointers are int64."""
+    """Return the type of a kernel's argument block, from names and types of its arguments."""
     return np.dtype([*HEADER, *fields], align=True)
 
 

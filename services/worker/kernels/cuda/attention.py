@@ -1,7 +1,5 @@
 """Attention of a step over the paged cache."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 
@@ -9,42 +7,21 @@ from services.worker.kernels.cuda.attention_buffers import DRAFTED, LEAST_ROWS, 
 from services.worker.kernels.cuda.compiled.attention import attention_kernel, merge_kernel
 from services.worker.kernels.cuda.compiled.writing import write_kernel
 from services.worker.kernels.cuda.split_plan import num_splits
-from services.worker.kernels.interface.attention import AttentionShape
+from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.kv_cache import KVCache
 
 TILE = 64
 """Maximum number of tokens in a tile."""
 _LOG2_E = 1.4426950408889634
 _HEADS_AT_ONCE = 8
-
-
-class _Sizes(NamedTuple):
-    """Sizes of a program for one dtype, of which the compiler keeps products in registers."""
-
-    most_rows: int
-    keys: int
-    """Keys at once, with heads of up to 128 dimensions."""
-
-
-_SIZES = {2: _Sizes(64, 64), 4: _Sizes(32, 32)}
-"""By the bytes of an item. In two bytes a multiprocessor holds two programs, one of which multiplies while the other
+_MOST_AT_ONCE = {2: 64, 4: 32}
+"""Rows of a program, and keys at once with heads of up to 128 dimensions, by the bytes of an item: the compiler keeps
+their products in registers. In two bytes a multiprocessor holds two programs, one of which multiplies while the other
 computes exponentials. Products of float32 use no matrix unit; larger ones take kilobytes of a thread's stack."""
 
 
-class _Launch(NamedTuple):
-    """Size of the programs of a launch, in pairs of token and query head."""
-
-    least: int
-    """Tiles of fewer tokens belong to another launch."""
-    most: int
-    rows: int
-    programs: int
-    """Programs of a tile and KV head, side by side."""
-    splits: int
-
-
-class PagedAttention:
-    """`Attention`. Queries keep the dtype of the activations, as the products of the kernel need it.
+class PagedAttention(Attention):
+    """Queries keep the dtype of the activations, as the products of the kernel need it.
 
     Args:
         table: int32[slots, blocks] on the device
@@ -60,18 +37,15 @@ class PagedAttention:
         activations: torch.dtype,
         processors: int | None = None,
     ) -> None:
-        self._shape, self._cache, self._tables = shape, cache, shape.tables_of(table)
+        super().__init__(shape, cache, table)
         self._heads, self._kv_heads, self._head_dim = shape.heads, cache.shape.kv_heads, shape.head_dim
         self._group = shape.heads // self._kv_heads
-        self._sizes = _SIZES[activations.itemsize]
+        self._most = _MOST_AT_ONCE[activations.itemsize]
         where = table.device
         self._processors = processors or num_processors(where)
         self._frequencies = shape.frequencies.to(where)
         self._amplitudes = shape.amplitudes.to(where) if bool((shape.amplitudes != 1).any()) else None
-        self._buffers = AttentionBuffers(
-            *(shape.heads, self._group, shape.head_dim, most_tokens, activations, self._processors, where),
-            len(shape.frequencies),
-        )
+        self._buffers = AttentionBuffers(shape, self._kv_heads, most_tokens, activations, self._processors, where)
         self._positions = self._slots = torch.empty(0, dtype=torch.int32, device=where)
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
@@ -108,16 +82,16 @@ class PagedAttention:
     def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         if not len(tiles):
             return
-        group, most = self._group, self._sizes.most_rows
+        group, most = self._group, self._most
         decodes = len(tiles) == len(out)  # every tile has one token
         few = padded(group if decodes else max(group, min(DRAFTED * group, most)))
         small = 1 if decodes else max(1, few // group)
         splits = num_splits(len(tiles), self._kv_heads, self._processors)
-        self._launch(layer, tiles, out, sinks, _Launch(1, small, few, 1, splits))
+        self._launch(layer, tiles, out, sinks, least=1, most=small, rows=few, programs=1, splits=splits)
         if not decodes:
             many = min(most, padded(TILE * group))
             programs = triton.cdiv(TILE * group, many)
-            self._launch(layer, tiles, out, sinks, _Launch(small + 1, TILE, many, programs, 1))
+            self._launch(layer, tiles, out, sinks, least=small + 1, most=TILE, rows=many, programs=programs, splits=1)
 
     def _of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the keys, the values and the block table of a layer."""
@@ -125,30 +99,23 @@ class PagedAttention:
         return self._cache.keys[place], self._cache.values[place], self._tables[self._shape.tables[layer]]
 
     def _launch(
-        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None, launch: _Launch
-    ) -> None:
+        self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None,
+        *, least: int, most: int, rows: int, programs: int, splits: int
+    ) -> None:  # fmt: skip
+        """Launch `attention_kernel`, whose numbers these are."""
         b, head_dim = self._buffers, self._head_dim
-        least, most, rows, programs, splits = launch
         width = max(LEAST_ROWS, triton.next_power_of_2(head_dim))
         parts = b.parts, b.maxima, b.sums
         keys, values, table = self._of(layer)
         shared = {"group": self._group, "head_dim": head_dim, "width": width, "rows": rows, "splits": splits}
         attention_kernel[len(tiles) * programs, self._kv_heads, splits](
-            *(b.queries, keys, values, table, tiles, out),
-            *(
-                *parts,
-                b.sums if sinks is None else sinks,
-                self._shape.scale * _LOG2_E,
-                table.stride(0),
-                self._kv_heads,
-                least,
-                most,
-            ),
+            *(b.queries, keys, values, table, tiles, out, *parts, b.sums if sinks is None else sinks),
+            *(self._shape.scale * _LOG2_E, table.stride(0), self._kv_heads, least, most),
             block_size=self._cache.shape.block_size,
             window=self._shape.windows[layer],
             has_sinks=sinks is not None,
             programs=programs,
-            keys_at_once=self._sizes.keys if width <= 128 else self._sizes.keys // 2,
+            keys_at_once=self._most if width <= 128 else self._most // 2,
             num_warps=8 if rows >= 64 and width > 128 else 4,
             num_stages=2 if rows >= 64 else 3,
             **shared,

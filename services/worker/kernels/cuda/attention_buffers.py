@@ -4,6 +4,7 @@ import torch
 import triton
 
 from services.worker.kernels.cuda.split_plan import most_parts
+from services.worker.kernels.interface.attention import AttentionShape
 
 LEAST_ROWS = 16
 """Smallest side of a matrix product in a kernel."""
@@ -15,31 +16,27 @@ class AttentionBuffers:
     """Tensors that the layers of a step share.
 
     Args:
-        group: query heads of a KV head
         tokens: of the largest step
         processors: multiprocessors to occupy
         where: the device; "meta" to know `num_bytes` only
-        rotations: kinds of rotary positions
     """
 
     def __init__(
         self,
-        heads: int,
-        group: int,
-        head_dim: int,
+        shape: AttentionShape,
+        kv_heads: int,
         tokens: int,
         activations: torch.dtype,
         processors: int,
         where: torch.device,
-        rotations: int = 1,
     ) -> None:
-        self.angles, self.cosines, self.sines = (
-            torch.empty(rotations, tokens, head_dim // 2, device=where) for _ in range(3)
-        )
-        self.queries = torch.empty(tokens, heads * head_dim, dtype=activations, device=where)
+        angles = len(shape.frequencies), tokens, shape.head_dim // 2
+        self.angles, self.cosines, self.sines = (torch.empty(angles, device=where) for _ in range(3))
+        self.queries = torch.empty(tokens, shape.heads * shape.head_dim, dtype=activations, device=where)
+        group = shape.heads // kv_heads
         rows = max(padded(group), padded(DRAFTED * group))
-        parts = most_parts(tokens, heads // group, processors) * rows
-        self.parts = torch.empty(parts, head_dim, device=where)
+        parts = most_parts(tokens, kv_heads, processors) * rows
+        self.parts = torch.empty(parts, shape.head_dim, device=where)
         """float32[tiles * kv_heads * splits * rows, head_dim]: results of programs that share the keys of a tile"""
         self.maxima, self.sums = (torch.empty(parts, device=where) for _ in range(2))
 

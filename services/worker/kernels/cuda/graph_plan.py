@@ -45,11 +45,6 @@ class GraphPlan:
             return None
         return next(size for size in self.sizes if size >= tokens)
 
-    @property
-    def capture_order(self) -> tuple[int, ...]:
-        """Sizes in descending order: smaller graphs then reuse the memory of the largest one."""
-        return self.sizes[::-1]
-
     def num_bytes(self, layers: int) -> int:
         """Return the estimated memory of all graphs. Their operations write to buffers, so they have no other."""
         return len(self.sizes) * layers * _NODES_PER_LAYER * _NODE_BYTES

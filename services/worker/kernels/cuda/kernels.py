@@ -46,11 +46,8 @@ class CudaKernels(Kernels):
         """Graphs are an estimate; the log has what they take."""
         shape, cache, sampled = sizes.attention, sizes.cache, sizes.rows["sampled"]
         processors, meta = num_processors(self.device.where), torch.device("meta")
-        group = shape.heads // cache.kv_heads
-        attention = AttentionBuffers(
-            *(shape.heads, group, shape.head_dim, sizes.rows["tokens"], self._activations, processors, meta),
-            len(shape.frequencies),
-        )
+        sized = shape, cache.kv_heads, sizes.rows["tokens"], self._activations
+        attention = AttentionBuffers(*sized, processors, meta)
         plan = GraphPlan.for_rows(min(sizes.rows.values()) if self._captures else 0)
         return {
             "attention": attention.num_bytes + shape.frequencies.nbytes + shape.amplitudes.nbytes,

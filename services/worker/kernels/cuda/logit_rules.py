@@ -6,19 +6,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import triton
-from numpy.typing import NDArray
 
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cuda.compiled.logit_rules import (
     bias_kernel,
     count_kernel,
-    forbid_kernel,
     forbid_words_kernel,
     mask_kernel,
     penalize_kernel,
 )
-from services.worker.kernels.interface.arrays import I32
-from services.worker.kernels.interface.logit_rules import LogitRule
+from services.worker.kernels.interface.arrays import F32, I32
+from services.worker.kernels.interface.logit_rules import LogitRule, LogitRules
 
 _AT_ONCE = 1024
 _WORD = 32
@@ -36,32 +34,27 @@ class _Row(NamedTuple):
     rule: LogitRule
 
 
-class CudaLogitRules:
-    """`LogitRules`. A position without a token is not counted."""
+class CudaLogitRules(LogitRules):
+    """A position without a token is not counted."""
 
     def __init__(self, num_slots: int, vocab_size: int, history: torch.Tensor, device: ComputeDevice) -> None:
-        self._vocab, self._history, self._device = vocab_size, history, device
-        self._rules: list[LogitRule | None] = [None] * num_slots
-        self._has_rule = np.zeros(num_slots, np.bool_)
+        super().__init__(num_slots, vocab_size, history)
+        self._device = device
         self._masks: dict[int, I32] = {}
         """int32[words] of slots with allowed tokens"""
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device.where)
         """Zero between two steps."""
 
     def assign(self, slot: int, rule: LogitRule | None) -> None:
-        self._rules[slot], self._has_rule[slot] = rule, rule is not None
+        super().assign(slot, rule)
         self._masks.pop(slot, None)
         if rule is not None and rule.allowed is not None:
             self._masks[slot] = _bitmask(rule.allowed, self._vocab)
-
-    def changes(self, slots: I32) -> NDArray[np.bool_]:
-        return self._has_rule[slots]
 
     def apply(self, logits: torch.Tensor, slots: I32, positions: I32) -> None:
         rows = list(self._rows(slots, positions))
         self._mask(logits, [row for row in rows if row.slot in self._masks])
         self._forbid_words(logits, rows)
-        self._forbid(logits, rows)
         self._add_biases(logits, rows)
         penalized = [row for row in rows if row.rule.penalizes]
         for first in range(0, len(penalized), _ROWS_COUNTED):
@@ -98,21 +91,18 @@ class CudaLogitRules:
         limits = self._vocab, self._history.shape[1]
         forbid_words_kernel[(len(found),)](logits, *uploaded, self._history, *limits, at_once=_WORD)
 
-    def _forbid(self, logits: torch.Tensor, rows: list[_Row]) -> None:
-        lists = [
-            (row.number, row.rule.banned)
-            for row in rows
-            if row.rule.banned is not None and row.position < row.rule.banned_until
-        ]
-        if entries := sum(len(tokens) for _, tokens in lists):
-            uploaded = self._device.upload(*_entries(lists))
-            forbid_kernel[(triton.cdiv(entries, _AT_ONCE),)](logits, *uploaded, entries, self._vocab, at_once=_AT_ONCE)
-
     def _add_biases(self, logits: torch.Tensor, rows: list[_Row]) -> None:
-        lists = [(row.number, row.rule.biased) for row in rows if row.rule.biased is not None]
-        if entries := sum(len(tokens) for _, tokens in lists):
-            biases = np.concatenate([row.rule.biases for row in rows if row.rule.biases is not None])
-            uploaded = self._device.upload(*_entries(lists), biases)
+        """Add biases; a banned token has one of minus infinity."""
+        lists: list[tuple[int, I32, F32]] = []
+        for number, _, position, rule in rows:
+            if rule.banned is not None and position < rule.banned_until:
+                lists.append((number, rule.banned, np.full(len(rule.banned), -np.inf, np.float32)))
+            if rule.biased is not None and rule.biases is not None:
+                lists.append((number, rule.biased, rule.biases))
+        if entries := sum(len(tokens) for _, tokens, _ in lists):
+            numbers, *columns = zip(*lists, strict=True)
+            which = np.repeat(numbers, [len(tokens) for _, tokens, _ in lists]).astype(np.int32)
+            uploaded = self._device.upload(which, *map(np.concatenate, columns))
             bias_kernel[(triton.cdiv(entries, _AT_ONCE),)](logits, *uploaded, entries, self._vocab, at_once=_AT_ONCE)
 
     def _penalize(self, logits: torch.Tensor, rows: list[_Row]) -> None:
@@ -138,12 +128,6 @@ class CudaLogitRules:
 def counts_bytes(rows: int, vocab_size: int) -> int:
     """Return the memory in which the tokens before rows with penalties are counted."""
     return 4 * min(rows, _ROWS_COUNTED) * vocab_size
-
-
-def _entries(lists: list[tuple[int, I32]]) -> tuple[I32, I32]:
-    """int32[entries] each: row and token."""
-    rows = np.repeat([row for row, _ in lists], [len(tokens) for _, tokens in lists]).astype(np.int32)
-    return rows, np.concatenate([tokens for _, tokens in lists])
 
 
 def _bitmask(allowed: I32, vocab_size: int) -> I32:

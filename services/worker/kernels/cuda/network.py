@@ -16,16 +16,16 @@ from services.worker.kernels.cuda.recording import GraphRecording
 from services.worker.kernels.interface.attention import Attention, AttentionShape
 from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
-from services.worker.kernels.interface.network import Activation, NetworkKernels, PlainEmbedding
+from services.worker.kernels.interface.network import Activation, NetworkKernels
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
-from services.worker.kernels.interface.recording import EagerRecording, Recording
+from services.worker.kernels.interface.recording import Recording
 from services.worker.kernels.packed_weight import PLAIN, Packed
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 from services.worker.runner import LoadError
 
 
-class CudaLinear:
-    """`Linear` with the weights in the dtype of the activations."""
+class CudaLinear(Linear):
+    """A product with the weights in the dtype of the activations."""
 
     def __init__(
         self, weight: Weight, bias: torch.Tensor | None, activations: torch.dtype, device: ComputeDevice
@@ -74,11 +74,7 @@ class CudaNetwork(NetworkKernels):
 
     def embedding(self, weight: Packed) -> EmbeddingTable:
         assert not isinstance(weight, tuple), PLAIN
-        return PlainEmbedding(self, self._device.keep(dense(weight)))
-
-    def tied(self, embedding: EmbeddingTable) -> Linear:
-        assert embedding.tensor is not None, "it is one of this network's"
-        return self.linear(embedding.tensor)
+        return EmbeddingTable(self.gather, self._device.keep(dense(weight)))
 
     def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
         """keys[layer] and values[layer]: [blocks, kv_heads, block_size, head_dim]."""
@@ -136,6 +132,6 @@ class CudaNetwork(NetworkKernels):
     def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
         """Decode steps of a forward pass are captured; buffers of other kinds of rows are computed eagerly."""
         if self._graphs is None or set(buffers.capacity) != {"tokens", "tiles", "sampled"}:
-            return EagerRecording(body, buffers)
+            return Recording(body, buffers)
         plan = GraphPlan.for_rows(min(buffers.capacity.values()))
         return GraphRecording(body, buffers, plan, self._graphs())

@@ -1,39 +1,40 @@
 """Forward passes of decode steps as graphs, one for each size of the graph plan."""
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from services.worker.kernels.cuda.graph_plan import GraphPlan
 from services.worker.kernels.cuda.graphs import CudaGraphs
 from services.worker.kernels.interface.buffers import B
-from services.worker.kernels.interface.recording import Captured
+from services.worker.kernels.interface.recording import Captured, Recording
 
 T = TypeVar("T")
 
 
-class GraphRecording(Generic[B, T]):
-    """A `Recording` over "tokens", "tiles" and "sampled". Its operations are the same for every step of a size.
+class GraphRecording(Recording[T]):
+    """Operations over "tokens", "tiles" and "sampled". Its operations are the same for every step of a size.
 
     Args:
         plan: the sizes that are captured; other steps launch their kernels one by one.
     """
 
     def __init__(self, body: Callable[[B], T], buffers: B, plan: GraphPlan, graphs: CudaGraphs) -> None:
-        self._body, self._buffers, self._plan, self._graphs = body, buffers, plan, graphs
+        super().__init__(body, buffers)
+        self._plan, self._graphs = plan, graphs
         self._replays: dict[int, Callable[[], T]] = {}
         """By size."""
 
     def run(self, **counts: int) -> T:
         size = self._plan.size_of(**counts)
         if size is None:
-            return self._body(self._buffers.first(**counts))
+            return super().run(**counts)
         if (replay := self._replays.get(size)) is not None:
             return replay()
         return self._first_run(size)
 
     def capture(self, progress: Captured) -> int:
         self._buffers.reset()
-        free, sizes = self._graphs.free_memory(), self._plan.capture_order
+        free, sizes = self._graphs.free_memory(), self._plan.sizes[::-1]  # smaller ones reuse the largest one's memory
         for number, size in enumerate(sizes):
             self._first_run(size)
             progress(number + 1, len(sizes))

@@ -1,6 +1,6 @@
 """Attention of a step."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -35,12 +35,18 @@ class AttentionShape(NamedTuple):
         return table.chunk(self.num_tables, 1)
 
 
-class Attention(Protocol):
+class Attention:
     """Rotary positions, writes to the cache and attention, layer after layer of one step."""
+
+    def __init__(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor) -> None:
+        self._shape, self._cache, self._tables = shape, cache, shape.tables_of(table)
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Prepare data that the layers of a step share, from the tokens' positions and slots, int32[tokens] each."""
-        ...
+        size = self._cache.shape.block_size
+        self._angles = [positions[:, None].float() * each for each in self._shape.frequencies]
+        self._blocks = [table[slots.long(), positions.long() // size].long() for table in self._tables]
+        self._offsets = positions.long() % size
 
     def write(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Rotate queries and keys; write keys and values to the cache, before any query reads (write before read).
@@ -50,32 +56,6 @@ class Attention(Protocol):
             norms: weights that normalise queries and keys first: float32[head_dim] each, head by head; or
                 float32[heads * head_dim] and float32[kv_heads * head_dim], over all heads of a token
         """
-        ...
-
-    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-        """Compute the attention of the queries that were written last.
-
-        Args:
-            tiles: int32[tiles, 4]: slot, first position, first token, tokens
-            out: activations[tokens, heads * head_dim]
-            sinks: float32[heads]: one more score of each head in the softmax, without a value
-        """
-        ...
-
-
-class PlainAttention:
-    """`Attention` in plain torch."""
-
-    def __init__(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor) -> None:
-        self._shape, self._cache, self._tables = shape, cache, shape.tables_of(table)
-
-    def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        size = self._cache.shape.block_size
-        self._angles = [positions[:, None].float() * each for each in self._shape.frequencies]
-        self._blocks = [table[slots.long(), positions.long() // size].long() for table in self._tables]
-        self._offsets = positions.long() % size
-
-    def write(self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         shape, kv_heads = self._shape, self._cache.shape.kv_heads
         heads = qkv.float().unflatten(-1, (-1, self._cache.shape.head_dim))
         queries, keys, values = heads.split([shape.heads, kv_heads, kv_heads], 1)
@@ -97,21 +77,25 @@ class PlainAttention:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
     def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+        """Compute the attention of the queries that were written last.
+
+        Args:
+            tiles: int32[tiles, 4]: slot, first position, first token, tokens
+            out: activations[tokens, heads * head_dim]
+            sinks: float32[heads]: one more score of each head in the softmax, without a value
+        """
         for slot, position, token, count in tiles.tolist():
             queries = self._queries[token : token + count]
             end, window = position + count, self._shape.windows[layer]
             low = max(0, position - window + 1) if window else 0  # memory behind the window is not the slot's
             table, place = self._tables[self._shape.tables[layer]][slot], self._shape.places[layer]
-            keys, values = (self._positions(tensor[place], table, low, end) for tensor in self._kept)
+            kept = self._cache.keys, self._cache.values
+            keys, values = (self._read(tensor[place], table, low, end) for tensor in kept)
             where = torch.arange(position - low, end - low)
             attended = self._attended(queries, keys, values, where, layer, sinks)
             out[token : token + count] = attended.flatten(1)
 
-    @property
-    def _kept(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache.keys, self._cache.values
-
-    def _positions(self, blocks: torch.Tensor, table: torch.Tensor, low: int, end: int) -> torch.Tensor:
+    def _read(self, blocks: torch.Tensor, table: torch.Tensor, low: int, end: int) -> torch.Tensor:
         """float32[heads, end - low, head_dim]: positions of a slot, each KV head as often as it has query heads."""
         size = self._cache.shape.block_size
         first, number = low // size, -(-end // size)

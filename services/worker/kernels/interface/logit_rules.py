@@ -1,7 +1,6 @@
 """Changes of logits by the parameters of a request."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,16 +30,21 @@ class LogitRule:
     presence: float = 0.0
 
 
-class LogitRules(Protocol):
+class LogitRules:
     """The rule of every slot. Tokens are counted in the history when a row is sampled (penalty history)."""
+
+    def __init__(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> None:
+        self._vocab, self._history = vocab_size, history
+        self._rules: list[LogitRule | None] = [None] * num_slots
+        self._has_rule = np.zeros(num_slots, np.bool_)
 
     def assign(self, slot: int, rule: LogitRule | None) -> None:
         """Set the rule of a slot's new request; None: no rule."""
-        ...
+        self._rules[slot], self._has_rule[slot] = rule, rule is not None
 
     def changes(self, slots: I32) -> NDArray[np.bool_]:
         """Return the rows whose logits `apply` may change, bool[rows]."""
-        ...
+        return self._has_rule[slots]
 
     def apply(self, logits: torch.Tensor, slots: I32, positions: I32) -> None:
         """Change float32[rows, vocab] in place. `positions` are those of the tokens to sample. The rows of a slot are
@@ -48,25 +52,8 @@ class LogitRules(Protocol):
 
         Raises: RuntimeError, if a position before them has no token (valid ids).
         """
-        ...
-
-
-class PlainLogitRules:
-    """`LogitRules`; what a rule looks at is counted anew for every row."""
-
-    def __init__(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> None:
-        self._vocab, self._history = vocab_size, history
-        self._rules: list[LogitRule | None] = [None] * num_slots
-
-    def assign(self, slot: int, rule: LogitRule | None) -> None:
-        self._rules[slot] = rule
-
-    def changes(self, slots: I32) -> NDArray[np.bool_]:
-        return np.array([self._rules[slot] is not None for slot in slots], np.bool_)
-
-    def apply(self, logits: torch.Tensor, slots: I32, positions: I32) -> None:
         for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-            if (rule := self._rules[slot]) is not None:
+            if (rule := self._rules[slot]) is not None:  # what it looks at is counted anew for every row
                 tokens = self._history[slot, :position].numpy()
                 if rule.penalizes and ((tokens < 0) | (tokens >= self._vocab)).any():
                     raise RuntimeError(f"slot {slot} is sampled, but not all positions before have a token")

@@ -6,11 +6,11 @@ from typing import Literal, TypeVar
 import torch
 from torch.nn import functional
 
-from services.worker.kernels.interface.attention import Attention, AttentionShape, PlainAttention, normalised
+from services.worker.kernels.interface.attention import Attention, AttentionShape, normalised
 from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
-from services.worker.kernels.interface.products import EmbeddingTable, Linear, PlainLinear, WeightTable
-from services.worker.kernels.interface.recording import EagerRecording, Recording
+from services.worker.kernels.interface.products import EmbeddingTable, Linear
+from services.worker.kernels.interface.recording import Recording
 from services.worker.kernels.interface.routing import RoutingKernels
 from services.worker.kernels.packed_weight import PLAIN, Packed
 from services.worker.kernels.quantized_weight import Weight
@@ -39,17 +39,17 @@ class NetworkKernels:
     def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
         """Prepare a product. Takes ownership of weight [out, in] and bias [out]."""
         assert not isinstance(weight, tuple), PLAIN
-        return PlainLinear(weight, bias, self.activations)
+        return Linear(weight, bias, self.activations)
 
     def embedding(self, weight: Packed) -> EmbeddingTable:
         """Prepare the vectors of tokens, [tokens, width]."""
         assert not isinstance(weight, tuple), PLAIN
-        return WeightTable(weight)
+        return EmbeddingTable(self.gather, weight)
 
     def tied(self, embedding: EmbeddingTable) -> Linear:
         """A product with the embedding's vectors as weights, which were packed for `linear`. It reads the same memory,
         unless that has another dtype than products need."""
-        assert isinstance(embedding, WeightTable), "it is one of this network's"
+        assert embedding.weight is not None, "it is one of this network's"
         return self.linear(embedding.weight)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
@@ -66,7 +66,7 @@ class NetworkKernels:
     def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
         """`table`: int32[slots, num_tables * blocks], the block tables of every slot; the scheduler's plans change them
         in place."""
-        return PlainAttention(shape, cache, table)
+        return Attention(shape, cache, table)
 
     def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
         """out[i] = source[index[i]] in float32; int32[rows], [any, width], float32[rows, width]."""
@@ -145,15 +145,4 @@ class NetworkKernels:
 
     def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
         """Record the operations that `body` calls on `buffers`. `body` must not depend on values."""
-        return EagerRecording(body, buffers)
-
-
-class PlainEmbedding:
-    """`EmbeddingTable`"""
-
-    def __init__(self, network: NetworkKernels, tensor: torch.Tensor) -> None:
-        self._network, self._tensor, self.num_bytes = network, tensor, tensor.nbytes
-        self.tensor: torch.Tensor | None = tensor
-
-    def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
-        self._network.gather(index, self._tensor, out)
+        return Recording(body, buffers)

@@ -1,6 +1,6 @@
 """Prepared weights: matrix products and vectors of tokens."""
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
@@ -8,34 +8,11 @@ from torch.nn import functional
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 
 
-class Linear(Protocol):
+class Linear:
     """A product y = x W^T + b with prepared weights."""
 
     num_bytes: int
     """Memory of the weights."""
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Map activations[rows, in] to activations[rows, out].
-
-        Returns: `out`.
-        """
-        ...
-
-
-class EmbeddingTable(Protocol):
-    """Vectors of tokens."""
-
-    tensor: torch.Tensor | None
-    """[tokens, width]; None where they are kept in another layout."""
-    num_bytes: int
-
-    def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
-        """out[i] = vector of token index[i] in float32; int32[rows], float32[rows, width]."""
-        ...
-
-
-class PlainLinear:
-    """`Linear`"""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None, activations: torch.dtype) -> None:
         self._activations = activations
@@ -44,19 +21,34 @@ class PlainLinear:
         self.num_bytes = self._weight.nbytes
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Map activations[rows, in] to activations[rows, out].
+
+        Returns: `out`.
+        """
         weight = self._weight
         if isinstance(weight, QuantizedWeight):
             weight = weight.dequantized().to(self._activations)
         return out.copy_(functional.linear(x, weight, self._bias))
 
 
-class WeightTable:
-    """`EmbeddingTable`"""
+class EmbeddingTable:
+    """Vectors of tokens.
 
-    def __init__(self, weight: Weight) -> None:
-        self.weight, self.num_bytes = weight, weight.nbytes
-        self.tensor = weight if isinstance(weight, torch.Tensor) else None
+    Args:
+        gather: of the network
+        weight: is not packed
+    """
+
+    weight: Weight | None = None
+    """None where the vectors are kept in another layout."""
+    num_bytes: int
+
+    def __init__(self, gather: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], weight: Weight) -> None:
+        self._gather, self.weight, self.num_bytes = gather, weight, weight.nbytes
 
     def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
-        weight, rows = self.weight, index.long()
-        out.copy_(weight.select(rows) if isinstance(weight, QuantizedWeight) else weight[rows])
+        """out[i] = vector of token index[i] in float32; int32[rows], float32[rows, width]."""
+        if isinstance(self.weight, torch.Tensor):
+            self._gather(index, self.weight, out)
+        elif self.weight is not None:
+            out.copy_(self.weight.select(index.long()))

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.kernels.interface.arrays import F32, I32
-from services.worker.kernels.interface.logit_rules import LogitRules, PlainLogitRules
+from services.worker.kernels.interface.logit_rules import LogitRules
 from services.worker.sampling import reference
 
 
@@ -44,7 +44,7 @@ class SamplingKernels:
 
     def logit_rules(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> LogitRules:
         """`history`: int32[slots, limit]"""
-        return PlainLogitRules(num_slots, vocab_size, history)
+        return LogitRules(num_slots, vocab_size, history)
 
     def apply_bitmask(self, logits: torch.Tensor, rows: I32, words: I32) -> None:
         """Forbid in rows `rows` of float32[any, vocab] all tokens without a bit in `words`, int32[rows, words], least

@@ -9,7 +9,7 @@ from tests.unit.native.cuda.tiny_engine import write_tiny_model
 
 KERNELS = {
     "attention_kernel", "best_kernel", "bias_kernel", "count_kernel", "cutoff_kernel",
-    "forbid_kernel", "forbid_words_kernel", "gate_kernel", "gather_kernel", "layout_kernel",
+    "forbid_words_kernel", "gate_kernel", "gather_kernel", "layout_kernel",
     "mask_kernel", "merge_kernel", "norm_kernel", "penalize_kernel", "write_kernel",
 }  # fmt: skip
 

@@ -32,10 +32,6 @@ def test_steps_without_a_graph() -> None:
     assert GraphPlan(()).size_of(1, 1, 1) is None
 
 
-def test_the_largest_graph_is_captured_first() -> None:
-    assert GraphPlan.for_rows(5).capture_order == (5, 4, 3, 2, 1)
-
-
 def test_steps_with_chunks_are_compiled_for_every_number_of_splits() -> None:
     plan = GraphPlan.for_rows(8)
     assert [plan.compiled_tiles(most) for most in (0, 1, 7, 8)] == [(), (1,), (1, 2, 4, 7), (1, 2, 4, 8)]

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from services.worker.kernels.interface.logit_rules import LogitRule, PlainLogitRules
+from services.worker.kernels.interface.logit_rules import LogitRule, LogitRules
 from tests.unit.native.cuda.kernel_cases import Accuracy, KernelMaker
 
 VOCAB, SLOTS, LIMIT, PROMPT = 1100, 9, 40, 5
@@ -35,7 +35,7 @@ def apply_to_both(
     rng = np.random.default_rng(seed)
     history = torch.from_numpy(rng.integers(0, 4, (SLOTS, LIMIT)).astype(np.int32))
     results = []
-    for rules in (make().sampling.logit_rules(SLOTS, VOCAB, history), PlainLogitRules(SLOTS, VOCAB, history)):
+    for rules in (make().sampling.logit_rules(SLOTS, VOCAB, history), LogitRules(SLOTS, VOCAB, history)):
         for slot, rule in enumerate(RULES):
             rules.assign(slot, rule)
         logits = torch.from_numpy(np.random.default_rng(1).normal(0, 2, (len(slots), VOCAB)).astype(np.float32))

@@ -159,7 +159,7 @@ def test_every_kernel_of_sampling_is_compiled_before_the_first_step(
     monkeypatch.setattr(InterpretedFunction, "run", record)
     runner = CountedRunner(write_tiny_model(tmp_path))
     RunnerDriver(Path(), runner=runner, keeps_logits=False)
-    rules = {"mask_kernel", "forbid_kernel", "forbid_words_kernel", "bias_kernel", "count_kernel", "penalize_kernel"}
+    rules = {"mask_kernel", "forbid_words_kernel", "bias_kernel", "count_kernel", "penalize_kernel"}
     assert set(names) == rules | {"best_kernel", "cutoff_kernel"}
     runner.shutdown()
 

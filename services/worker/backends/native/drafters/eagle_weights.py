@@ -51,8 +51,8 @@ class EagleLoader:
             return self._checkpoint.take("embed_tokens.weight", shape, self._dtype)
         self._check_shared("embed_tokens.weight")
         embedding = self._target.model.embedding
-        shared = embedding.tensor if embedding is not None else None
-        if shared is not None and len(shared) == self._whole.vocab_size:
+        shared = embedding.weight if embedding is not None else None
+        if isinstance(shared, torch.Tensor) and len(shared) == self._whole.vocab_size:
             return shared
         return self._target.checkpoint.take("model.embed_tokens.weight", shape, self._dtype)
 

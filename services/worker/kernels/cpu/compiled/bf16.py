@@ -13,9 +13,9 @@ from numba.core import cgutils, types
 
 from services.worker.kernels.cpu.compiled import simd
 from services.worker.kernels.cpu.compiled.block_formats import QUADS
-from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store
+from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store, times
 from services.worker.kernels.cpu.compiled.intrinsics import emits
-from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, VF, VI, spread
+from services.worker.kernels.cpu.compiled.simd import I16, I32, VF, VI, spread
 
 PANELS = 4
 """Panels that rows are multiplied with."""
@@ -62,12 +62,19 @@ def dot_products(builder: Any, rows: Any, x: Any, stride: Any, weights: Any, ste
     """
 
     def multiply(rows: int) -> None:
-        sums = _Sums(builder, rows)
+        sums = [[cgutils.alloca_once(builder, VF) for _ in range(PANELS)] for _ in range(rows)]  # in registers
+        every = [place for row in sums for place in row]
+        for place in every:
+            builder.store(ir.Constant(VF, None), place)
         with cgutils.for_range(builder, pairs) as loop:
-            offset = builder.mul(loop.index, ir.Constant(I64, WORDS))
+            offset, inputs = times(builder, loop.index, WORDS), times(builder, loop.index, 4)
             words = [load(builder, _at(builder, weights, step, panel, offset), VI) for panel in range(PANELS)]
-            sums.add_products(words, x, stride, builder.mul(loop.index, ir.Constant(I64, 4)))
-        sums.store(out)
+            for number, row in enumerate(sums):
+                some = spread(builder, load(builder, _at(builder, x, stride, number, inputs), I32), VI)
+                for place, word in zip(row, words, strict=True):
+                    builder.store(_dot(builder, builder.load(place), some, word), place)
+        for number, place in enumerate(every):
+            store(builder, builder.load(place), moved(builder, out, number * WORDS))
 
     for_each_size(builder, rows, range(1, ROWS + 1), multiply)
 
@@ -88,32 +95,8 @@ def round_step(builder: Any, target: Any, numbers: Any, scale: Any, minimum: Any
             store(builder, _paired(builder, *both), moved(builder, target, WORDS * (2 * quad + number)), 2)
 
 
-class _Sums:
-    """Vectors of sums, by row and panel, which begin with 0. LLVM keeps them in registers."""
-
-    def __init__(self, builder: Any, rows: int) -> None:
-        self._builder = builder
-        self.places = [[cgutils.alloca_once(builder, VF) for _ in range(PANELS)] for _ in range(rows)]
-        for row in self.places:
-            for place in row:
-                builder.store(ir.Constant(VF, None), place)
-
-    def add_products(self, words: list[Any], x: Any, stride: Any, offset: Any) -> None:
-        """Add the products of two inputs. `offset`: of the inputs in a row, in bytes."""
-        builder = self._builder
-        for number, row in enumerate(self.places):
-            some = spread(builder, load(builder, _at(builder, x, stride, number, offset), I32), VI)
-            for place, word in zip(row, words, strict=True):
-                builder.store(_dot(builder, builder.load(place), some, word), place)
-
-    def store(self, out: Any) -> None:
-        builder = self._builder
-        for number, place in enumerate(place for row in self.places for place in row):
-            store(builder, builder.load(place), builder.add(out, ir.Constant(I64, number * WORDS)))
-
-
 def _at(builder: Any, base: Any, distance: Any, number: int, offset: Any) -> Any:
-    return builder.add(builder.add(base, builder.mul(distance, ir.Constant(I64, number))), offset)
+    return builder.add(builder.add(base, times(builder, distance, number)), offset)
 
 
 def _dot(builder: Any, sums: Any, x: Any, weights: Any) -> Any:

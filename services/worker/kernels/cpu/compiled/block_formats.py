@@ -20,7 +20,7 @@ from numba import njit
 from numba.core import cgutils, types
 
 from services.worker.kernels.cpu.compiled import simd
-from services.worker.kernels.cpu.compiled.building import load, moved, store
+from services.worker.kernels.cpu.compiled.building import load, moved, store, times
 from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.raw import prefetch_line
 from services.worker.kernels.cpu.compiled.simd import I8, I16, I32, I64, LANES, VF, VI, spread
@@ -180,7 +180,7 @@ def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead
     own = FORMATS[kind]
 
     def word(number: Any, first: int = 0) -> Any:
-        place = builder.add(block, builder.mul(number, ir.Constant(I64, 4 * PANEL)))
+        place = builder.add(block, times(builder, number, 4 * PANEL))
         at = moved(builder, place, own.codes_at + 4 * PANEL * first)
         if ahead is not None:
             prefetch_line(builder, builder.add(at, ahead))
@@ -196,25 +196,22 @@ def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead
     def number(value: int) -> Any:
         return ir.Constant(I32, value)
 
-    def times(value: Any, factor: int) -> Any:
-        return builder.mul(value, ir.Constant(I64, factor))
-
     if kind == "Q8_0":
         return [(0, 0, word(index))]
     if kind == "Q6_K":
-        place = builder.add(times(unit, 2 * QUADS), index)
-        low, high = [word(place), word(place, QUADS)], word(builder.add(times(unit, QUADS), index), 4 * QUADS)
+        place = builder.add(times(builder, unit, 2 * QUADS), index)
+        low, high = [word(place), word(place, QUADS)], word(builder.add(times(builder, unit, QUADS), index), 4 * QUADS)
         parts = [(bits(low[part % 2], number(part // 2 * 4), 15), part) for part in range(4)]
         return [(part, 0, with_high(some, bits(high, number(2 * part), 3))) for some, part in parts]
     if own.unit == 2:
-        place = builder.add(times(unit, QUADS), index)
+        place = builder.add(times(builder, unit, QUADS), index)
         both = word(place)
         found = [(odd, bits(both, number(4 * odd), 15)) for odd in range(2)]
         if kind == "Q5_K":
-            high, first = word(index, 4 * QUADS), times(unit, 2)
+            high, first = word(index, 4 * QUADS), times(builder, unit, 2)
             found = [(odd, with_high(low, bits(high, moved(builder, first, odd), 1))) for odd, low in found]
         return [(odd, 0, words) for odd, words in found]
-    words = word(builder.add(times(unit, QUADS // 2), index))
+    words = word(builder.add(times(builder, unit, QUADS // 2), index))
     lows = [bits(words, number(4 * half), 15) for half in range(2)]
     if own.table:
         lows = [_looked_up(builder, low, own.table) for low in lows]
@@ -222,7 +219,7 @@ def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead
         ones = ir.Constant(VI, [0x01010101] * LANES)
         for half, low in enumerate(lows):
             # Four bits that lie together go to four bytes: bit i moves by 7 i
-            together = bits(word(ir.Constant(I64, QUADS // 2)), moved(builder, times(index, 4), 16 * half), 15)
+            together = bits(word(ir.Constant(I64, QUADS // 2)), moved(builder, times(builder, index, 4), 16 * half), 15)
             together = builder.and_(together, ir.Constant(VI, [15] * LANES))
             apart = builder.mul(together, ir.Constant(VI, [0x00204081] * LANES))
             lows[half] = with_high(low, builder.and_(apart, ones))
@@ -292,7 +289,7 @@ def block_scale(builder: Any, kind: str, block: Any, number: int = 0) -> Any:
 
 def _group_bytes(builder: Any, kind: str, block: Any, group: Any, first: int, signed: bool) -> Any:
     start = moved(builder, block, PANEL * (2 * len(FORMATS[kind].halves) + first))
-    at = builder.add(start, builder.mul(group, ir.Constant(I64, PANEL)))
+    at = builder.add(start, times(builder, group, PANEL))
     return (builder.sext if signed else builder.zext)(load(builder, at, ir.VectorType(I8, LANES)), VI)
 
 
@@ -315,7 +312,7 @@ def _decode_unit(builder: Any, kind: int, block: Any, unit: Any, numbers: Any, s
     """Decode a unit of a block."""
     name = KINDS[kind]
     own = FORMATS[name]
-    groups, steps = ir.Constant(I64, own.groups), builder.mul(unit, ir.Constant(I64, own.unit))
+    groups, steps = ir.Constant(I64, own.groups), times(builder, unit, own.unit)
     turns = ir.Constant(I64, own.turns // own.groups)
     low, high = ir.Constant(VI, [0xFFFF] * LANES), ir.Constant(VI, [16] * LANES)
     with cgutils.for_range(builder, groups) as outer:
@@ -326,7 +323,7 @@ def _decode_unit(builder: Any, kind: int, block: Any, unit: Any, numbers: Any, s
             factors.append(builder.or_(builder.and_(factor, low), builder.shl(factor, high)))
         with cgutils.for_range(builder, turns) as inner:
             index = builder.add(builder.mul(outer.index, turns), inner.index)
-            to = builder.add(numbers, builder.mul(index, ir.Constant(I64, 64)))
+            to = builder.add(numbers, times(builder, index, 64))
             for step, quad, both in code_pairs(builder, name, block, unit, index, None):
                 for half, pairs in enumerate(both):
                     if own.zero:

@@ -12,6 +12,10 @@ def moved(builder: Any, address: Any, distance: int) -> Any:
     return builder.add(address, ir.Constant(I64, distance))
 
 
+def times(builder: Any, value: Any, factor: int) -> Any:
+    return builder.mul(value, ir.Constant(I64, factor))
+
+
 def load(builder: Any, address: Any, kind: ir.Type, align: int = 1) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 

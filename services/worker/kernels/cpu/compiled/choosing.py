@@ -9,23 +9,17 @@ from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
+from services.worker.sampling.reference import GREEDY_BELOW
 
-DRAW = arguments(
-    ("logits", np.int64),  # float32[any, vocab]
-    ("rows", np.int64),  # int32[items]: which rows of the logits
+CHOOSE = arguments(
+    ("logits", np.int64),  # float32[items, vocab]
     ("vocab", np.int64),
-    ("temperature", np.int64),  # float32[items], above 0
+    ("temperature", np.int64),  # float32[items]; or 0: no row is drawn, and the next five are not read
     ("min_p", np.int64),  # float32[items]
     ("top_k", np.int64),  # int32[items], 0: all
     ("top_p", np.int64),  # float32[items], 1: all
     ("key0", np.int64),  # uint32[items], the noise's keys
     ("key1", np.int64),
-    ("ids", np.int64),  # int32[items], the result
-)
-GREEDY = arguments(
-    ("logits", np.int64),  # float32[any, vocab]
-    ("rows", np.int64),  # int32[items]: which rows of the logits, or 0: each in turn
-    ("vocab", np.int64),
     ("ids", np.int64),  # int32[items], the result
 )
 
@@ -87,18 +81,23 @@ def _greatest_with(wanted, values, weights, size, low, high):  # type: ignore[no
     return _unordered(first)
 
 
-def draw_kernel() -> Kernel:
-    """ids = argmax(logits / temperature + Gumbel noise) over the tokens that the filters keep. One item is one row."""
+def choose_kernel(cost: int) -> Kernel:
+    """ids = argmax(logits / temperature + Gumbel noise) over the tokens that the filters keep; below GREEDY_BELOW, the
+    greatest logit, the lowest id among equals. One item is one row."""
+    LEAST = np.float32(GREEDY_BELOW)
 
     def choose(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, DRAW)[0]
+        a = carray(raw.pointer(address), 1, CHOOSE)[0]
         size = (a.vocab + 15) // 16 * 16
-        values = raw.allocate(2 * size * 4)
+        values = raw.allocate(2 * size * 4 if a.temperature != 0 else 16)
         weights, scaled = values + size * 4, raw.f32_at(values, size)
         infinite = simd.splat(np.float32(-np.inf))
         minus, ones = simd.splat(np.float32(-1)), simd.splat(np.float32(1))
         for item in items(address, a.items):
-            source = a.logits + np.int64(raw.i32_at(a.rows, a.items)[item]) * a.vocab * 4
+            source = a.logits + item * a.vocab * 4
+            if a.temperature == 0 or simd.load_f32(a.temperature + item * 4) < LEAST:
+                raw.i32_at(a.ids, a.items)[item] = first_of(greatest(source, a.vocab), source, a.vocab)
+                continue
             temperature = simd.splat(simd.load_f32(a.temperature + item * 4))
             whole = a.vocab // 16 * 16
             for i in range(0, whole, 16):
@@ -142,17 +141,4 @@ def draw_kernel() -> Kernel:
             raw.i32_at(a.ids, a.items)[item] = first_of(simd.reduce_max(best), values, a.vocab)
         raw.release(values)
 
-    return Kernel(choose, DRAW, cost=1)
-
-
-def greedy_kernel() -> Kernel:
-    """The token with the greatest logit of each row; among equals, the lowest id. One item is one row."""
-
-    def choose(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, GREEDY)[0]
-        for item in items(address, a.items):
-            number = np.int64(raw.i32_at(a.rows, a.items)[item]) if a.rows != 0 else item
-            row = a.logits + number * a.vocab * 4
-            raw.i32_at(a.ids, a.items)[item] = first_of(greatest(row, a.vocab), row, a.vocab)
-
-    return Kernel(choose, GREEDY, cost=4)
+    return Kernel(choose, CHOOSE, cost)

@@ -7,7 +7,7 @@ from numba.core import cgutils
 
 from services.worker.kernels.cpu.compiled import simd
 from services.worker.kernels.cpu.compiled.block_formats import PANELS, SPAN
-from services.worker.kernels.cpu.compiled.building import load, moved, store
+from services.worker.kernels.cpu.compiled.building import load, moved, store, times
 from services.worker.kernels.cpu.compiled.rounded_rows import SCALES_AT, TOTALS_AT
 from services.worker.kernels.cpu.compiled.simd import F32, I32, I64, LANES, VF, VI, spread
 
@@ -43,7 +43,7 @@ class CodeTile:
 
     def __init__(self, builder: Any, rows: int, panels: int, x: Any, row_bytes: Any, steps: Any, first: Any) -> None:
         self._builder, self._panels, self._steps, self.first = builder, panels, steps, first
-        self._x = [builder.add(x, builder.mul(row_bytes, ir.Constant(I64, row))) for row in range(rows)]
+        self._x = [builder.add(x, times(builder, row_bytes, row)) for row in range(rows)]
         self._sums = [cgutils.alloca_once(builder, ir.ArrayType(VF, panels)) for _ in range(rows)]
         self.set(self._parts(ir.Constant(I64, 0), panels))
 
@@ -66,7 +66,7 @@ class CodeTile:
     def of_rows(self, kind: ir.Type, index: Any, step_bytes: int = 0, more: int = 0) -> list[Any]:
         """Load a number of each row into all lanes: that at `steps * step_bytes + index * 4 + more`."""
         builder, vector = self._builder, VF if kind == F32 else VI
-        at = builder.add(self.times(self._steps, step_bytes), moved(builder, self.times(index, 4), more))
+        at = builder.add(times(builder, self._steps, step_bytes), moved(builder, times(builder, index, 4), more))
         return [spread(builder, load(builder, builder.add(x, at), kind, 4), vector) for x in self._x]
 
     def add_products(
@@ -110,9 +110,6 @@ class CodeTile:
                 at = moved(builder, out, 64 * (number * PANELS + panel))
                 total = simd.build_fma(builder, builder.load(place), scale, load(builder, at, VF, 4))
                 store(builder, total, at, 4)
-
-    def times(self, value: Any, factor: int) -> Any:
-        return self._builder.mul(value, ir.Constant(I64, factor))
 
     def _add_product(self, place: Any, a: Any, b: Any) -> None:
         self._builder.store(simd.build_fma(self._builder, a, b, self._builder.load(place)), place)

@@ -41,7 +41,7 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     next_codes,
     step_minima,
 )
-from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved
+from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, times
 from services.worker.kernels.cpu.compiled.code_tile import CodeTile, add_byte_products, add_products
 from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.product import FIELDS
@@ -137,13 +137,13 @@ def _multiply_codes(
                     if zero_code:  # products with the code of zero are subtracted
                         halves = [outer.index] if own.groups == 2 else [ir.Constant(I64, half) for half in (0, 1)]
                         zero = ir.Constant(VI, [-zero_code] * LANES)
-                        place = tile.times(moved(builder, step, number), 2)
+                        place = times(builder, moved(builder, step, number), 2)
                         totals = [tile.of_rows(I32, builder.add(place, half), HALVES_AT) for half in halves]
                         starts = [builder.mul(reduce(builder.add, each), zero) for each in zip(*totals, strict=True)]
                     tile.set(some, starts)
                 with cgutils.for_range(builder, turns) as inner:
                     index = builder.add(builder.mul(outer.index, turns), inner.index)
-                    here = builder.add(tile.times(step, QUADS * 2), index)
+                    here = builder.add(times(builder, step, QUADS * 2), index)
                     decoded = [codes_of(builder, name, block, unit, index, ahead) for block in blocks]
                     for same in zip(*decoded, strict=True):
                         number, quad, _ = same[0]
@@ -164,23 +164,23 @@ def _multiply_codes(
                 tile.add_minima(minima, moved(builder, step, number), panel)
 
         def add_blocks(start: Any, panel: Any) -> None:
-            number = builder.add(tile.times(builder.udiv(start, block_steps), PANELS), panel)
-            place = builder.add(codes, tile.times(number, own.bytes))
+            number = builder.add(times(builder, builder.udiv(start, block_steps), PANELS), panel)
+            place = builder.add(codes, times(builder, number, own.bytes))
             blocks = [moved(builder, place, number * own.bytes) for number in range(width)]
             ahead = next_codes(builder, name, blocks, end, jump)
             if own.multiplies:
                 tile.set(whole)
             with cgutils.for_range(builder, units) as loop:
-                add_unit(builder.add(start, tile.times(loop.index, own.unit)), panel, blocks, ahead)
+                add_unit(builder.add(start, times(builder, loop.index, own.unit)), panel, blocks, ahead)
             tile.add_scaled(whole, [block_scale(builder, name, block) for block in blocks], panel)
 
         with cgutils.for_range(builder, builder.udiv(number, ir.Constant(I64, own.scale_steps))) as loop:
-            start = builder.add(first, tile.times(loop.index, own.scale_steps))
+            start = builder.add(first, times(builder, loop.index, own.scale_steps))
             if width == PANELS:
                 add_blocks(start, ir.Constant(I64, 0))  # sums are in registers
             else:
                 with cgutils.for_range(builder, ir.Constant(I64, PANELS // width)) as some:
-                    add_blocks(start, tile.times(some.index, width))
+                    add_blocks(start, times(builder, some.index, width))
         tile.add_to(out)
 
     for_each_size(builder, rows, [rows for rows in sorted({*PARTS}) if 0 < rows <= _few_rows(own)], multiply)
@@ -203,15 +203,15 @@ def _multiply_decoded(
         sums, first_panel = tile.vectors(VI, WIDTH), ir.Constant(I64, 0)
 
         def loaded(index: Any, kind: ir.VectorType, more: int) -> list[Any]:
-            place = builder.add(decoded, tile.times(index, 64))
+            place = builder.add(decoded, times(builder, index, 64))
             return [load(builder, moved(builder, place, more + panel * SPAN_BYTES), kind, 4) for panel in range(WIDTH)]
 
         with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as outer:
             start = builder.mul(outer.index, scale_steps)
             tile.set(sums)
-            with cgutils.for_range(builder, tile.times(scale_steps, STEP // 2 // UNROLLED)) as loop:
-                index = builder.add(tile.times(start, STEP // 2), tile.times(loop.index, UNROLLED))
-                here = builder.add(tile.times(first, STEP // 2), index)
+            with cgutils.for_range(builder, times(builder, scale_steps, STEP // 2 // UNROLLED)) as loop:
+                index = builder.add(times(builder, start, STEP // 2), times(builder, loop.index, UNROLLED))
+                here = builder.add(times(builder, first, STEP // 2), index)
                 turn = builder.udiv(index, ir.Constant(I64, UNROLLED))
                 codes = builder.add(ahead, builder.mul(turn, ahead_bytes))
                 prefetch_line(builder, codes)

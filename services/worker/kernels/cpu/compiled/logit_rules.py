@@ -10,9 +10,8 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
+from services.worker.kernels.cpu.thread_team import ADDRESS, Kernel, arguments, items
 
-ADDRESS = np.int64
 RULE = np.dtype(
     [
         ("allowed", ADDRESS),  # int32[num_allowed], ascending, inside the vocabulary

@@ -6,9 +6,8 @@ from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
 from services.worker.kernels.cpu.compiled.choosing import greatest
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
+from services.worker.kernels.cpu.thread_team import ADDRESS, Kernel, arguments, items
 
-ADDRESS = np.int64
 BLOCK = 64
 """Number of logits that are skipped together if none of them is among the greatest."""
 LOGPROBS = arguments(

@@ -5,9 +5,8 @@ import numpy as np
 from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
+from services.worker.kernels.cpu.thread_team import ADDRESS, Kernel, arguments, items
 
-ADDRESS = np.int64
 NGRAM = arguments(
     ("history", ADDRESS),  # int32[num_slots, limit]
     ("limit", np.int64),

@@ -4,10 +4,9 @@ import numpy as np
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
+from services.worker.kernels.cpu.thread_team import ADDRESS, Kernel, arguments, items
 from services.worker.kernels.interface.network import Activation
 
-ADDRESS = np.int64
 NORM = arguments(
     ("residual", ADDRESS),  # float32[rows, width], read and written; or 0: `delta` is normalised
     ("delta", ADDRESS),  # activations[rows, width], added first; or 0

@@ -15,7 +15,7 @@ from numba import carray, njit
 from numba.core import cgutils, types
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store
+from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store, times
 from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.simd import F32, I64, VF, VI, spread
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
@@ -68,11 +68,11 @@ def _multiply_rows(
         out_stride: bytes from one row of sums to the next
     """
     size = (BLOCK if wide else PANEL) * (2 if half else 4)
-    panel_bytes = builder.mul(inputs, ir.Constant(I64, size))
+    panel_bytes = times(builder, inputs, size)
 
     def weights_of(here: Any) -> list[Any]:
         if not wide:
-            places = [builder.add(here, builder.mul(panel_bytes, ir.Constant(I64, n))) for n in range(panels)]
+            places = [builder.add(here, times(builder, panel_bytes, n)) for n in range(panels)]
             return [simd.bf16_pairs(builder, at) if half else load(builder, at, VF, 4) for at in places]
         places = [moved(builder, here, at) for at in range(0, size, 64)]
         if not half:
@@ -85,21 +85,21 @@ def _multiply_rows(
         for row in sums:
             for number, place in enumerate(row):
                 builder.store(load(builder, moved(builder, bias, number * 64), VF, 4), place)
-        starts = [builder.add(x, builder.mul(stride, ir.Constant(I64, number))) for number in range(rows)]
+        starts = [builder.add(x, times(builder, stride, number)) for number in range(rows)]
         # Kept in registers: LLVM would compute each from the one before in each turn of the loop
         starts = [builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [start], False) for start in starts]
         with cgutils.for_range(builder, inputs) as loop:
-            here = builder.add(weights, builder.mul(loop.index, ir.Constant(I64, size)))
+            here = builder.add(weights, times(builder, loop.index, size))
             for line in range(0, size if wide else 0, 64):
                 raw.prefetch_line(builder, moved(builder, here, AHEAD // rows + line))
             values = weights_of(here)
             for start, row in zip(starts, sums, strict=True):
-                at = builder.add(start, builder.mul(loop.index, ir.Constant(I64, 4)))
+                at = builder.add(start, times(builder, loop.index, 4))
                 some = spread(builder, load(builder, at, F32, 4), VF)
                 for place, value in zip(row, values, strict=True):
                     builder.store(simd.build_fma(builder, some, value, builder.load(place)), place)
         for number, row in enumerate(sums):
-            start = builder.add(out, builder.mul(out_stride, ir.Constant(I64, number)))
+            start = builder.add(out, times(builder, out_stride, number))
             for vector, place in enumerate(row):
                 store(builder, builder.load(place), moved(builder, start, vector * 64), 4)
 

@@ -13,9 +13,9 @@ from numba import carray, njit
 from numba.core import types
 from numba.extending import intrinsic
 
+from services.worker.kernels.cpu.compiled.building import load, store
 from services.worker.kernels.cpu.compiled.intrinsics import emits
-
-I8, I32, I64 = (ir.IntType(bits) for bits in (8, 32, 64))
+from services.worker.kernels.cpu.compiled.simd import I8, I16, I32, I64
 
 
 @emits(types.int64, types.int64, types.int64)
@@ -61,30 +61,21 @@ def store_i64(builder: Any, address: Any, value: Any) -> None:
     builder.store_atomic(value, builder.inttoptr(address, I64.as_pointer()), "seq_cst", 8)
 
 
-def _load(bits: int, extend: Callable[[Any, Any, Any], Any]) -> Any:
+def _load(kind: ir.Type, extend: Callable[[Any, Any, Any], Any]) -> Any:
     """Make a load of a number as int64; other threads do not change it."""
-
-    @emits(types.int64, types.int64)
-    def load(builder: Any, address: Any) -> Any:
-        return extend(builder, builder.load(builder.inttoptr(address, ir.IntType(bits).as_pointer()), align=1), I64)
-
-    return load
+    return emits(types.int64, types.int64)(lambda builder, at: extend(builder, load(builder, at, kind), I64))
 
 
-def _store(bits: int) -> Any:
+def _store(kind: ir.Type) -> Any:
     """Make a store of the lowest bits of an int64; other threads do not read them."""
-
-    @emits(types.void, types.int64, types.int64)
-    def store(builder: Any, address: Any, value: Any) -> None:
-        kind = ir.IntType(bits)
-        builder.store(builder.trunc(value, kind), builder.inttoptr(address, kind.as_pointer()), align=1)
-
-    return store
+    return emits(types.void, types.int64, types.int64)(
+        lambda builder, at, value: store(builder, builder.trunc(value, kind), at)
+    )
 
 
-load_u8, load_u16, load_u32 = (_load(bits, ir.IRBuilder.zext) for bits in (8, 16, 32))
-load_i16 = _load(16, ir.IRBuilder.sext)
-store_u8, store_u16, store_u32 = (_store(bits) for bits in (8, 16, 32))
+load_u8, load_u16, load_u32 = (_load(kind, ir.IRBuilder.zext) for kind in (I8, I16, I32))
+load_i16 = _load(I16, ir.IRBuilder.sext)
+store_u8, store_u16, store_u32 = map(_store, (I8, I16, I32))
 
 
 def prefetch_line(builder: Any, address: Any) -> None:

@@ -71,21 +71,21 @@ def _narrow(builder: Any, value: Any, wide: ir.Type, half: ir.Type) -> Any:
     return builder.trunc(builder.lshr(rounded, _constant(wide, 16)), half)
 
 
-def _load(kind: ir.Type, half: bool) -> Any:
-    """Make a load: `kind` is F32 or VF in registers, bfloat16 in memory if `half`."""
+def build_load(builder: Any, address: Any, kind: ir.Type, half: int) -> Any:
+    """Build a load: `kind` is F32 or VF in registers, bfloat16 in memory if `half`."""
     wide, narrow = (VI, VH) if kind == VF else (I32, I16)
+    in_memory, align = (narrow, 2) if half else (kind, 4)
+    value = builder.load(builder.inttoptr(address, in_memory.as_pointer()), align=align)
+    return _widen(builder, value, wide, kind) if half else value
 
-    @emits(vector if kind == VF else types.float32, types.int64)
-    def load(builder: Any, address: Any) -> Any:
-        in_memory, align = (narrow, 2) if half else (kind, 4)
-        value = builder.load(builder.inttoptr(address, in_memory.as_pointer()), align=align)
-        return _widen(builder, value, wide, kind) if half else value
 
-    return load
+def _load(kind: ir.Type, half: bool) -> Any:
+    result = vector if kind == VF else types.float32
+    return emits(result, types.int64)(lambda builder, address: build_load(builder, address, kind, half))
 
 
 def _store(kind: ir.Type, half: bool) -> Any:
-    """Make a store; see `_load`."""
+    """Make a store; see `build_load`."""
     wide, narrow = (VI, VH) if kind == VF else (I32, I16)
 
     @emits(types.void, types.int64, vector if kind == VF else types.float32)

@@ -37,21 +37,6 @@ def mask_kernel(
         tl.store(source + lowest, 0.0, mask=(left == 0) & (lowest < vocab))
 
 
-@triton.jit(do_not_specialize=["entries"])
-def forbid_kernel(
-    logits,  # float32[any, vocab], changed
-    rows,  # int32[entries]
-    tokens,  # int32[entries]
-    entries,
-    vocab,
-    at_once: tl.constexpr,
-):
-    at = tl.program_id(0) * at_once + tl.arange(0, at_once)
-    row = tl.load(rows + at, mask=at < entries, other=0).to(tl.int64)
-    token = tl.load(tokens + at, mask=at < entries, other=0)
-    tl.store(logits + row * vocab + token, float("-inf"), mask=at < entries)
-
-
 @triton.jit
 def forbid_words_kernel(
     logits,  # float32[any, vocab], changed
@@ -87,7 +72,7 @@ def bias_kernel(
     logits,  # float32[any, vocab], changed
     rows,  # int32[entries]
     tokens,  # int32[entries]
-    biases,  # float32[entries]
+    biases,  # float32[entries]; minus infinity: forbidden
     entries,
     vocab,
     at_once: tl.constexpr,
