@@ -41,7 +41,7 @@ def expected(make_family: Callable[[str], Family]) -> list[list[int]]:
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 @pytest.mark.parametrize("speed", SPEEDS)
-def test_tokens_are_equal_with_steps_in_flight_on_a_device(
+def test_tokens_are_equal_at_every_depth_on_a_device(
     make_family: Callable[[str], Family], expected: list[list[int]], speed: str, speculation: str
 ) -> None:
     """With drafts too, which are proposed and verified on the device."""
