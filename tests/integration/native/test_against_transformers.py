@@ -38,7 +38,7 @@ def test_batched(family: Family) -> None:
     assert [request.output for request in again] == [request.output for request in requests]
 
 
-def test_alone_chunks_and_a_prefix_hit_give_the_same_bits(family: Family) -> None:
+def test_chunks_and_a_prefix_hit_give_the_same_bits(family: Family) -> None:
     driver = RunnerDriver(family.path)
     prompt = prompts(family)[3]
     whole = driver.add(prompt)
