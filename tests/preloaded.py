@@ -25,6 +25,7 @@ MODULES = [
     "services.worker.backends.native",
     "services.worker.backends.sim",
     "tests.loaded_kernels",
+    "tests.forked_renderer",
 ]
 INPUT, OUTPUT, ERRORS = 0, 1, 2
 

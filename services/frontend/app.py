@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from copy import copy
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -34,7 +35,7 @@ def with_routes(config: FrontendConfig, page: Mapping[str, Response] | None = No
     """Return the application. Its handlers need an `AppContext` as `state.context`."""
     app = DocumentedApp(closed=config.unknown_parameters == "refuse")
     for module in (*MODULES, *ADMIN) if config.enable_admin_routes else MODULES:
-        app.include_router(module.router)
+        app.router.routes += map(copy, module.router.routes)  # `include_router` would compile the models again
     for path, file in (page or {}).items():
         app.router.routes.append(Route(path, file, methods=["GET"], include_in_schema=False))
     _add_errors(app)

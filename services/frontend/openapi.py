@@ -111,7 +111,6 @@ class DocumentedApp(FastAPI):
             docs_url=None,
             redoc_url=None,
             openapi_url=None,
-            generate_unique_id_function=_operation_id,
         )
         self._closed, self._lock = closed, threading.Lock()
         # No coroutine: the first request takes 0.2 s, on a thread
@@ -123,13 +122,14 @@ class DocumentedApp(FastAPI):
                 for route in self.routes:
                     if not isinstance(route, APIRoute):
                         continue
+                    route.unique_id = operation_id(route)
                     if _BODIES in (extra := route.openapi_extra or {}):
                         route.openapi_extra = _described(*extra[_BODIES])
                 _complete(super().openapi(), self._closed)
             return super().openapi()
 
 
-def _operation_id(route: APIRoute) -> str:
+def operation_id(route: APIRoute) -> str:
     return re.sub(r"\W+", "_", route.path_format).strip("_")
 
 

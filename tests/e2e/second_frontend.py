@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
-import sys
+import os
 from collections.abc import AsyncIterator
 
 from services.cli.preflight import free_port
 from tests.e2e.server import HttpServer, ServeProcess, wait_until
+from tests.e2e.streams import COMMAND
+from tests.preloaded import PreloadedProcess
 
 
 class SecondFrontend(HttpServer):
@@ -15,22 +17,25 @@ class SecondFrontend(HttpServer):
         (config,) = server.runtime.glob("*/frontend.json")
         port = free_port("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{port}"
-        self._command = [
-            sys.executable, "-m", "services.cli", "frontend", "--port", str(port), "--scheduler-endpoint",
-            f"ipc://{config.with_name('clients')}", "--model", json.loads(config.read_text())["model"],
-            *arguments,
+        self._arguments = [
+            "frontend", "--port", str(port), "--scheduler-endpoint", f"ipc://{config.with_name('clients')}", "--model",
+            json.loads(config.read_text())["model"], *arguments,
         ]  # fmt: skip
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: PreloadedProcess | None = None
 
     async def start(self) -> None:
         """Start its process, and wait until it can execute requests."""
-        self._process = await asyncio.create_subprocess_exec(*self._command, stderr=asyncio.subprocess.DEVNULL)
+        self._process = self._started()
         await asyncio.to_thread(wait_until, lambda: self.get("/readyz")[0] == 200, "the other frontend is ready")
 
+    def _started(self) -> PreloadedProcess:
+        with open(os.devnull, "w") as log:
+            return PreloadedProcess(COMMAND, *self._arguments, log=log)
+
     async def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
-            await self._process.wait()
+            await asyncio.to_thread(self._process.wait)
 
 
 @contextlib.asynccontextmanager

@@ -10,12 +10,12 @@ from services.checkpoint import DEMO_MODEL
 from services.cli.preflight import free_port
 from tests.e2e.proxy import Proxies, TcpProxy
 from tests.e2e.server import HttpServer
+from tests.e2e.streams import COMMAND
 from tests.preloaded import PreloadedProcess
 
 LIMIT = 2.0
 """Seconds of silence after which a service is lost."""
 SILENCE = ("--scheduler-timeout-seconds", f"{LIMIT:g}")
-CODE = "import sys; from services.cli import main; sys.exit(main())"
 HOST = "127.0.0.1"
 
 
@@ -75,7 +75,7 @@ class SeparateServices(HttpServer):
     def start(self, name: str, *arguments: str) -> None:
         """Start a process of this name: `runahead ARGUMENTS`."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RUNAHEAD_")}
-        code = f"{self._patches.get(name, '')}\n{CODE}"
+        code = f"{self._patches.get(name, '')}\n{COMMAND}"
         with self.log(name).open("w") as log:
             self.processes[name] = PreloadedProcess(code, *arguments, log=log, environment=clean, is_parent=True)
 

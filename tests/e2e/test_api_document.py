@@ -17,7 +17,7 @@ from tests.e2e.server import ServeProcess, wait_until
 SOAK = bool(os.environ.get("RUNAHEAD_SOAK"))
 PATIENCE = 30.0
 """Maximum time of an answer, seconds."""
-EXAMPLES = 1000 if SOAK else 12
+EXAMPLES = 1000 if SOAK else 6
 """Bodies of each kind for an operation."""
 CHECKS = [
     schemathesis.checks.not_a_server_error,

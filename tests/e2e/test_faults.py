@@ -50,10 +50,10 @@ class SpinningPolicy(ChunkedPolicy):
 async def test_streams_continue_when_a_worker_dies_in_native_code(undisturbed_sim: list[Any]) -> None:
     with serving(*SIM) as server:
         async with server.async_client() as client:
-            for lost, number in enumerate((signal.SIGSEGV, signal.SIGABRT), 1):
-                assert await answers(client, partial(restart, server, "worker", number=number)) == undisturbed_sim
-                assert server.metric("epochs_lost_total") == lost
-                assert f"worker was killed by {number.name}; restarting" in server.log.read_text()
+            segfault = partial(restart, server, "worker", number=signal.SIGSEGV)
+            assert await answers(client, segfault) == undisturbed_sim
+            assert server.metric("epochs_lost_total") == 1
+            assert "worker was killed by SIGSEGV; restarting" in server.log.read_text()
             assert_nothing_is_kept(server)
 
 

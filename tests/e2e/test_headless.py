@@ -12,9 +12,8 @@ import pytest
 from services.checkpoint import DEMO_MODEL
 from services.cli.preflight import free_port
 from services.cli.transport_keys import make_keys
-from tests.e2e.separate import CODE
 from tests.e2e.server import SIM, HttpServer, ServeProcess, wait_until
-from tests.e2e.streams import answers, engines_of
+from tests.e2e.streams import COMMAND, answers, engines_of
 from tests.preloaded import PreloadedProcess
 
 
@@ -25,7 +24,7 @@ class FrontendProcess(HttpServer):
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RUNAHEAD_")}
         with self.log.open("w") as log:
             self.process = PreloadedProcess(
-                *(CODE, "frontend", "--model", str(DEMO_MODEL), "--port", str(port), "--enable-admin-routes"),
+                *(COMMAND, "frontend", "--model", str(DEMO_MODEL), "--port", str(port), "--enable-admin-routes"),
                 *("--engines", str(directory / "engines"), "--transport-keys", str(directory / "frontend")),
                 log=log, environment=clean,
             )  # fmt: skip

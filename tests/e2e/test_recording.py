@@ -78,7 +78,9 @@ async def talk(server: ServeProcess) -> None:
         await one(0, {"messages": bodies()[0]["messages"], "max_tokens": 4})  # its prefix is cached
 
 
-@pytest.mark.parametrize("tokens", [(), ("--record-tokens",)], ids=["lengths", "tokens"])
+@pytest.mark.parametrize(
+    "tokens", [pytest.param((), marks=pytest.mark.soak), ("--record-tokens",)], ids=["lengths", "tokens"]
+)
 def test_a_recorded_server_replays_exactly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: tuple[str, ...]
 ) -> None:

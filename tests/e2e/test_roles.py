@@ -73,7 +73,7 @@ def test_blocks_are_there_while_the_next_prompt_is_computed() -> None:
 
 
 HITS = "external_prefix_cache_hits_total"
-PROMPT = 2000
+PROMPT = 1008
 """Tokens, of several seconds."""
 
 

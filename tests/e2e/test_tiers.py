@@ -1,8 +1,6 @@
 """`serve` with a directory for KV blocks: what is found there gives the tokens that computing gives."""
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -12,6 +10,7 @@ from protocol.block_names import extend_names
 from protocol.codec import pack
 from services.units import size_text
 from tests.e2e.server import NATIVE, ServeProcess, serving, wait_until
+from tests.e2e.streams import run_command
 from tests.soak.tiers import tier_faults
 
 SIM = ("--backend", "sim", "--sim-step-ms", "1", "--sim-prefill-token-us", "1000")
@@ -71,10 +70,7 @@ def test_after_a_restart_the_prefix_is_loaded(layout: tuple[str, ...], tmp_path:
         assert tiers(server)["disk"]["hit_tokens"] == PREFIX
         size = sum(path.stat().st_size for path in files(directory))
         wait_until(lambda: tiers(server)["disk"]["bytes"] == size, "its size is reported")
-        shown = subprocess.run(
-            [sys.executable, "-m", "services.cli", "status", server.url], capture_output=True, text=True, check=True
-        )
-        assert f"disk {size_text(size)} ({PREFIX} tokens found)" in shown.stdout
+        assert f"disk {size_text(size)} ({PREFIX} tokens found)" in run_command("status", server.url)
         assert answer(server, "another salt")[1] == 0
         if "sim" in layout:
             a_damaged_block_is_computed(server, directory, text)

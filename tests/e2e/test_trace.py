@@ -3,14 +3,17 @@
 import json
 from pathlib import Path
 
+import pytest
 from openai import OpenAI
 
 from tests.e2e.server import ServeProcess, wait_until
-from tests.unit.cli.command import run_process
+from tests.unit.cli.command import run_command
 from tests.unit.cli.trace_format import check
 
 
-def test_the_last_steps_of_a_server_become_a_trace(sim: ServeProcess, tmp_path: Path) -> None:
+def test_the_last_steps_of_a_server_become_a_trace(
+    sim: ServeProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with OpenAI(base_url=f"{sim.url}/v1", api_key="none") as client:
         model = client.models.list().data[0].id
         client.completions.create(
@@ -25,7 +28,7 @@ def test_the_last_steps_of_a_server_become_a_trace(sim: ServeProcess, tmp_path: 
 
     wait_until(has_ended, "the end is recorded")
     file = tmp_path / "trace.json"
-    done = run_process("trace", "--url", f"{sim.url}/v1", "-o", str(file))
+    done = run_command(capsys, "trace", "--url", f"{sim.url}/v1", "-o", str(file))
     assert (done.status, done.stderr) == (0, "")
     assert done.stdout.endswith(f"written to {file}; open it in Perfetto\n")
     trace = json.loads(file.read_text())
@@ -39,15 +42,19 @@ def test_the_last_steps_of_a_server_become_a_trace(sim: ServeProcess, tmp_path: 
     assert names.count("plan") == names.count("result") >= 19
 
 
-def test_a_file_or_a_server_that_is_not_there_is_one_line(sim: ServeProcess, tmp_path: Path) -> None:
+def test_a_file_or_a_server_that_is_not_there_is_one_line(
+    sim: ServeProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments in (("--url", "http://127.0.0.1:1"), ("--url", sim.url)):
-        done = run_process("trace", *arguments, "-o", str(tmp_path / "missing" / "trace.json"))
+        done = run_command(capsys, "trace", *arguments, "-o", str(tmp_path / "missing" / "trace.json"))
         assert (done.status, done.stdout, done.stderr.count("\n")) == (1, "", 1)
 
 
-def test_steps_of_the_next_seconds_are_recorded(sim: ServeProcess, tmp_path: Path) -> None:
+def test_steps_of_the_next_seconds_are_recorded(
+    sim: ServeProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "trace.json"
-    done = run_process("trace", "--url", sim.url, "--seconds", "0.2", "-o", str(file))
+    done = run_command(capsys, "trace", "--url", sim.url, "--seconds", "0.2", "-o", str(file))
     assert done.status == 0
     assert int(done.stdout.split()[0]) < 20, "steps of the first test are older"
     check(json.loads(file.read_text()))

@@ -77,7 +77,7 @@ KILLED_AFTER = 6
 """Requests of a quantised run that finish before the worker is killed."""
 PER_CHANGE = ("depth 3", "PP=2", "drafts, depth 1", "drafts, TP=2")
 """Each depth, kind of ranks and drafter runs with one of these; `make soak` runs all."""
-QUANTIZED_PER_CHANGE = (("depth 1", "int8"), ("depth 3", "int8"), ("depth 2", "int4"))
+QUANTIZED_PER_CHANGE = (("depth 3", "int8"), ("depth 2", "int4"))
 """Likewise for quantised weights."""
 
 

@@ -24,15 +24,22 @@ MOMENTS = range(20 if SOAK else 2)
 LETTERS = StructuredOutputParams(GrammarKind.REGEX, "([a-z]{1,9} )*")
 STREAMS, TOKENS = range(32), 48
 WORKER = {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20}
-LAYOUTS = {"tp2": (2, 1), "tp2-drafts": (2, 1), "pp2": (1, 2), "pp2-drafts": (1, 2)} | (
-    {"tp2-pp2": (2, 2), "tp2-pp2-drafts": (2, 2)} if SOAK else {}
-)
+KINDS = {"tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2)}
+SIZES = {
+    "tp2": (2, 1),
+    "tp2-drafts": (2, 1),
+    "pp2": (1, 2),
+    "pp2-drafts": (1, 2),
+    "tp2-pp2": (2, 2),
+    "tp2-pp2-drafts": (2, 2),
+}
+LAYOUTS = [*SIZES] if SOAK else ["tp2", "pp2-drafts"]
 DRAFTS = {"method": "eagle", "num_speculative_tokens": 3, "adaptive": False}
 """Always three, so that every rank has drafts in flight when one is lost."""
 
 
 def scheduler(layout: str) -> dict[str, object]:
-    tp, pp = LAYOUTS[layout]
+    tp, pp = SIZES[layout]
     drafts = {"speculative_config": DRAFTS} if "drafts" in layout else {}
     return drafts | {
         "tensor_parallel_size": tp,
@@ -83,7 +90,7 @@ def undisturbed(
     """Return the tokens of an undisturbed run without drafts, which change no token (same tokens)."""
     plain = layout.removesuffix("-drafts")
     if plain not in undisturbed_runs:
-        tp, pp = LAYOUTS[plain]
+        tp, pp = SIZES[plain]
         with engine(tmp_path_factory.mktemp("undisturbed"), scheduler(plain), WORKER, tp * pp) as running:
             client = running.connect()
             generate(client)
@@ -114,7 +121,7 @@ def test_killed_ranks_cost_no_stream_a_token(layout: str, undisturbed: dict[int,
     """The workers of the ranks are killed one after another. Each time a spare is registered, and a new one is added
     afterwards."""
     rng = random.Random(f"{layout} {os.environ.get('RUNAHEAD_SEED', '0')}")
-    tp, pp = LAYOUTS[layout]
+    tp, pp = SIZES[layout]
     with engine(tmp_path, scheduler(layout), WORKER, tp * pp) as running:
         client = with_spare(running, layout)
         for moment in MOMENTS:
@@ -138,12 +145,12 @@ def test_killed_ranks_cost_no_stream_a_token(layout: str, undisturbed: dict[int,
     assert not any(map(psutil.pid_exists, pids)), "a process was left"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS if SOAK else ["tp2", "pp2"], indirect=True, scope="module")
+@pytest.mark.parametrize("layout", LAYOUTS if SOAK else ["tp2"], indirect=True, scope="module")
 def test_a_stopped_rank_is_declared_dead_and_its_late_messages_are_dropped(
     layout: str, undisturbed: dict[int, list[int]], tmp_path: Path
 ) -> None:
     """The other ranks hang in a collective with it; their wait ends and they keep their weights."""
-    tp, pp = LAYOUTS[layout]
+    tp, pp = SIZES[layout]
     with engine(tmp_path, scheduler(layout), WORKER, tp * pp) as running:
         client = with_spare(running, layout)
         disturb(client, random.Random(layout))

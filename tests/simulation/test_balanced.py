@@ -63,11 +63,12 @@ def test_the_published_setting_takes_half_the_time() -> None:
     assert min(balanced.utilisation) > 3 * max(greedy.utilisation)
 
 
+@pytest.mark.soak
 def test_the_published_setting_at_the_depth_of_the_original() -> None:
     assert ratio(16000, 16384, depth=4) >= 1.8
 
 
-@pytest.mark.parametrize("budget", [2048, 8192])
+@pytest.mark.parametrize("budget", [2048, pytest.param(8192, marks=pytest.mark.soak)])
 def test_balanced_does_not_lose_without_a_kv_limit(budget: int) -> None:
     """The greedy policy is even by itself here and starts with fuller steps, so `balanced` loses a little at most."""
     assert ratio(80_000, budget) >= 0.95
@@ -84,7 +85,7 @@ def test_greedy_keeps_all_decodes_in_one_microbatch_and_balanced_spreads_them() 
     assert all(two.began[0] < one.ended[-1] for one, two in pairwise(balanced))
 
 
-@pytest.mark.parametrize("load", [0.3, 0.9])
+@pytest.mark.parametrize("load", [pytest.param(0.3, marks=pytest.mark.soak), 0.9])
 def test_arrivals_over_time_are_served_as_fast_and_start_as_early(load: float) -> None:
     sizes, most = limits(80_000, 2048), published(False, 80_000, 2048).throughput / 128
     arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / (load * most), 100))

@@ -35,6 +35,7 @@ from services.scheduler.recording import (
     describe,
 )
 from services.scheduler.recording.records import VERSION, ArrivalRecord, PlanRecord
+from tests.matrix import covering
 from tests.simulation.driver import play
 from tests.simulation.policies import build
 from tests.simulation.reference import HIDDEN_SIZE
@@ -113,9 +114,7 @@ def record(
     return made
 
 
-@pytest.mark.parametrize("has_tokens", [False, True], ids=["lengths", "tokens"])
-@pytest.mark.parametrize("speculates", [False, True], ids=["", "drafts"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("depth", "speculates", "has_tokens"), covering([1, 2, 3], [False, True], [False, True]))
 def test_a_recording_replays_with_the_same_decisions(
     tmp_path: Path, depth: int, speculates: bool, has_tokens: bool
 ) -> None:
@@ -139,8 +138,7 @@ def test_a_recording_replays_with_the_same_decisions(
     assert happened >= {PlanRecord, RequestFinished, LoadSent, BlocksFilled}
 
 
-@pytest.mark.parametrize("has_tokens", [False, True], ids=["lengths", "tokens"])
-@pytest.mark.parametrize("speculates", [False, True], ids=["", "drafts"])
+@pytest.mark.parametrize(("speculates", "has_tokens"), covering([False, True], [False, True], strength=1))
 def test_a_recording_without_its_beginning_replays_from_each_restart(
     tmp_path: Path, speculates: bool, has_tokens: bool
 ) -> None:

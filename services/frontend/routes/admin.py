@@ -15,9 +15,9 @@ from services.frontend.engine.owners import MoveEntry
 from services.frontend.engine.replan import ReplanStatus
 from services.frontend.errors import APIError
 from services.frontend.openai.parameters.body import decoded
-from services.frontend.openapi import GUARDED, errors
+from services.frontend.openapi import GUARDED, errors, operation_id
 
-router = APIRouter(responses=errors(400, *GUARDED, 503))
+router = APIRouter(responses=errors(400, *GUARDED, 503), generate_unique_id_function=operation_id)
 
 
 _SETTINGS = {"type": "object", "maxProperties": 256, "additionalProperties": {"type": "string", "maxLength": 65536}}

@@ -22,7 +22,7 @@ from services.worker.backends.native.stages import NativeOutput
 from tests.simulation.answers import CollectedAnswer, receive
 from tests.simulation.grammar import Compilation, LateMasks
 
-PATIENCE = 0.1
+PATIENCE = 0.02
 """Seconds."""
 
 

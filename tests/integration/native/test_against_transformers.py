@@ -7,7 +7,7 @@ import torch
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import RunnerDriver
 
-TOKENS = 64
+TOKENS = 32
 
 
 def prompts(family: Family, number: int = 4) -> list[list[int]]:
@@ -18,21 +18,12 @@ def prompts(family: Family, number: int = 4) -> list[list[int]]:
     ]
 
 
-def check(family: Family, driver: RunnerDriver, prompt: list[int], output: list[int], logits: torch.Tensor) -> None:
+def check(family: Family, prompt: list[int], output: list[int], logits: torch.Tensor) -> None:
     expected, reference = family.reference(prompt, TOKENS, output)
     top = reference.topk(2).values
     assert (top[:, 0] - top[:, 1]).min() > 1e-4, "the reference itself is undecided; choose another prompt"
     assert output == expected
     torch.testing.assert_close(logits, reference, atol=1e-4, rtol=0)
-
-
-def test_alone(family: Family) -> None:
-    driver = RunnerDriver(family.path)
-    for prompt in prompts(family):
-        driver.logits.clear()
-        request = driver.add(prompt)
-        driver.generate([request], TOKENS)
-        check(family, driver, prompt, request.output, torch.cat(driver.logits))
 
 
 def test_batched(family: Family) -> None:
@@ -41,7 +32,7 @@ def test_batched(family: Family) -> None:
     driver.generate(requests, TOKENS)
     stacked = torch.stack(driver.logits, 1)
     for request, logits in zip(requests, stacked, strict=True):
-        check(family, driver, request.prompt, request.output, logits)
+        check(family, request.prompt, request.output, logits)
     again = [driver.add(request.prompt) for request in requests]
     driver.generate(again, TOKENS, chunk=7, depth=2)
     assert [request.output for request in again] == [request.output for request in requests]
@@ -53,6 +44,7 @@ def test_chunks_and_a_prefix_hit_give_the_same_bits(family: Family) -> None:
     whole = driver.add(prompt)
     driver.generate([whole], TOKENS)
     expected = torch.cat(driver.logits)
+    check(family, prompt, whole.output, expected)
     hit = driver.add(prompt, prefix=whole, hit=len(prompt) // driver.block_size * driver.block_size)
     for pieces, chunk in ((hit, 64), (driver.add(prompt), 1), (driver.add(prompt), 7), (driver.add(prompt), 16)):
         driver.logits.clear()
@@ -84,4 +76,4 @@ def test_the_context_chooses_the_factors_of_longrope_even_if_its_last_block_is_n
     [prompt, *_] = prompts(family)
     request = driver.add(prompt)
     driver.generate([request], TOKENS)
-    check(family, driver, prompt, request.output, torch.cat(driver.logits))
+    check(family, prompt, request.output, torch.cat(driver.logits))

@@ -232,7 +232,9 @@ def test_only_events_that_have_not_passed_are_counted_on_the_compute_thread() ->
     assert waits.events == 1
 
 
-@pytest.mark.parametrize("names", [TESTS, TESTS[:1]], ids=["without xdist", "with xdist"])
+@pytest.mark.parametrize(
+    "names", [TESTS, pytest.param(TESTS[:1], marks=pytest.mark.soak)], ids=["without xdist", "with xdist"]
+)
 def test_the_tests_for_a_gpu_are_collected_by_a_pytest_without_plugins(
     monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:

@@ -14,7 +14,7 @@ REQUESTS = range(16)
 
 
 def run_load(tmp_path: Path, depth: int) -> tuple[FrontendConnection, Path]:
-    """Serve sixteen requests of 48 tokens. Return the client with their answers, and the step trace."""
+    """Serve sixteen requests of 24 tokens. Return the client with their answers, and the step trace."""
     tmp_path.mkdir()
     trace = tmp_path / "trace.jsonl"
     scheduler = {"batch_queue_depth": depth, "step_trace": str(trace), "max_model_len": 512}
@@ -23,7 +23,7 @@ def run_load(tmp_path: Path, depth: int) -> tuple[FrontendConnection, Path]:
         for number in REQUESTS:
             prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
             temperature = float(number % 2)
-            client.generate(number, prompt, SamplingParams(max_tokens=48, temperature=temperature, seed=number))
+            client.generate(number, prompt, SamplingParams(max_tokens=24, temperature=temperature, seed=number))
         client.wait_finished(*REQUESTS)
         assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
         assert running.stop() == (0, 0)
@@ -47,7 +47,7 @@ def test_depth_two_schedules_ahead_and_depth_one_never_does(tmp_path: Path) -> N
 def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(tmp_path: Path) -> None:
     with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
         client = running.connect()
-        client.generate(1, list(range(40)), SamplingParams(max_tokens=200, temperature=0.0))
+        client.generate(1, list(range(40)), SamplingParams(max_tokens=60, temperature=0.0))
         while not client.tokens[1]:
             client.receive()
         running.scheduler.send_signal(signal.SIGTERM)
@@ -55,7 +55,7 @@ def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(tmp_path
             client.receive()
         client.generate(2, list(range(40)), SamplingParams(max_tokens=5, temperature=0.0))
         client.wait_finished(1, 2)
-        assert (client.finished[1].reason, len(client.tokens[1])) == (FinishReason.LENGTH, 200)
+        assert (client.finished[1].reason, len(client.tokens[1])) == (FinishReason.LENGTH, 60)
         assert (client.finished[2].reason, client.tokens[2]) == (FinishReason.REJECTED, [])
         client.close()
         assert (running.scheduler.wait(PATIENCE), running.worker.wait(PATIENCE)) == (0, 0)

@@ -75,13 +75,13 @@ def assert_same_answers(client: FrontendConnection) -> None:
 def test_depths_give_the_same_answers_and_accept_the_same_drafts(tmp_path: Path) -> None:
     """Without preemption, and with a budget that limits no row."""
     counts = []
-    for depth in (1, 2, 3):
+    for depth in (1, 3):
         (tmp_path / str(depth)).mkdir()
         client = serve(tmp_path / str(depth), speculative_config=THREE, batch_queue_depth=depth)
         assert_same_answers(client)
         plain = counted(client)
         counts.append({number: plain[number] for number in REQUESTS if number not in STRUCTURED})
-    assert counts[0] == counts[1] == counts[2]
+    assert counts[0] == counts[1]
     assert counted(without_drafts()) == dict.fromkeys(REQUESTS, (0, 0))
 
 

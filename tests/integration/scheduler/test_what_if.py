@@ -20,7 +20,7 @@ SIM = {"backend": "sim", "sim_step_ms": 4.0, "sim_decode_us": 100.0, "sim_vocab_
 PROMPT = 96
 
 
-@pytest.fixture(scope="module", params=["lengths", "tokens"])
+@pytest.fixture(scope="module", params=["lengths", pytest.param("tokens", marks=pytest.mark.soak)])
 def recordings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a recording of sixteen requests."""
     directory = tmp_path_factory.mktemp("engine")

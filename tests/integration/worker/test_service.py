@@ -86,7 +86,7 @@ def test_idle_is_the_wait_for_a_plan(scheduler: ScriptedWorkerServer, tmp_path: 
 
 
 def test_queued_steps_leave_no_idle_time(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_thread(scheduler, tmp_path, sim_step_ms=1000.0):
+    with worker_thread(scheduler, tmp_path, sim_step_ms=200.0):
         scheduler.serve()
         plans, request = one_request()
         scheduler.send(*(plans.step(request) for _ in range(3)))

@@ -2,7 +2,7 @@
 
 `play` checks each run: every answer equals that of a run without faults, nothing is left when it is quiet, weights are
 not read again, older incarnations have no effect, and requests are served after the faults. Orderly runs have even
-seeds, noisy ones (test_noisy.py) odd ones; both files together are 500 seeds.
+seeds, noisy ones (test_noisy.py) odd ones; both files together are 300 seeds.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.whole.faults import play
 from tests.simulation.whole.seeds import run_seeds
 
-SEEDS, CHUNK = 500, 50
+SEEDS, CHUNK = 300, 50
 MUST_HAPPEN = [
     "workers killed",
     "schedulers killed",

@@ -121,9 +121,9 @@ if f"{name} up" not in open(journal).read():
 )
 LIVING = """
 from services.process import HangAlarm
-alarm = HangAlarm.install(2.0)
+alarm = HangAlarm.install(1.0)
 note("up")
-for _ in range(30):
+for _ in range(15):
     alarm.set()
     time.sleep(0.1)
 alarm.cancel()
@@ -211,7 +211,8 @@ class SupervisedChildren:
 
 
 @pytest.fixture
-def supervised(tmp_path: Path) -> SupervisedChildren:
+def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SupervisedChildren:
+    monkeypatch.setattr(supervisor_module, "ABORT_GRACE", 1.0)
     return SupervisedChildren(tmp_path)
 
 
