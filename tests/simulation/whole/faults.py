@@ -361,7 +361,7 @@ def send_poison(system: System, poisoned: Poisoned, rng: Random) -> None:
     match poisoned:
         case Poisoned.WORKERS:
             system.expected_statuses |= {6, 7, -11}
-            draw, count = system.draw_poison, rng.choice((1, 1, 2, 3)) if len(system.engines) == 1 else 1
+            draw, count = system.draw_poison, rng.choice((1, 1, 2, 3))
         case Poisoned.SCHEDULERS:  # a second one could take down the scheduler while a suspect is on trial
             system.expected_statuses.add(-11)
             draw, count = system.draw_lethal, 1
