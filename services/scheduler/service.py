@@ -343,6 +343,7 @@ class Service:
                     for frontend, answer in self._cache_control.end_epoch():
                         self.frontends.send_if_connected(frontend, answer)
                     self._subscriptions.end_epoch()
+                    self._report_state()  # before the end of a suspect: the next one waits for other workers
                     if self.engine is not None and self.engine.end_epoch(is_fault):
                         self.group.losses.on_explained()  # the request that caused it is refused
                 case FailRequests(error):

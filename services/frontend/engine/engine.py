@@ -158,8 +158,9 @@ class ConnectedEngine(Availability):
         self._subscribe()
 
     def submit_open(self) -> None:
-        """Send what the scheduler does not have yet."""
-        if not self.connection.is_open or not self.executes:
+        """Send what the scheduler does not have yet. While it lacks workers nothing is sent: the loss would count for
+        requests that came after it."""
+        if not self.connection.is_open or not self.executes or self.state.phase is EnginePhase.RECOVERING:
             return
         ledger, scheduler = self._ledger, (self.name, self.state.incarnation)
         before = ledger.resubmitted

@@ -16,6 +16,7 @@ from services.frontend.engine.client import NO_PROMPT, EngineClient, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError
 from services.frontend.placement import Placement
+from services.frontend.placement.decisions import LoadAhead
 from services.frontend.placement.records import BlocksCleared, BlocksRemoved, BlocksStored, Record
 from tests.simulation.grammar import Automaton
 from tests.simulation.reference import ExpectedAnswer, reference
@@ -122,6 +123,7 @@ class SimulatedFrontend:
         placement = Placement(seed=int(self.process.clock_offset), record=self._follow)
         self.engine = EngineClient(self.addresses, 1024, silence, patience, timeout, placement=placement)
         self.requests: list[ClientRequest] = []
+        self.happened = network.happened
         self.process.on_end.append(self._break_connections)
         self.process.do(self._start)
 
@@ -133,6 +135,8 @@ class SimulatedFrontend:
                 self.blocks[name].difference_update(names)
             case BlocksCleared(name):
                 self.blocks[name].clear()
+            case LoadAhead():
+                self.happened["blocks loaded ahead"] += 1
 
     def _start(self) -> None:
         self.loop.create_task(self._run())

@@ -180,6 +180,7 @@ class SimulatedDevice:
                 self._compute(self._traits.load_seconds / LOAD_PARTS)
                 progress("weights", (part + 1) / LOAD_PARTS)
             self.shard = assignment.shard
+        self.kv_memory.content = _identity(assignment)
         self._together("join", 0, assignment.world_size)
         blocks = self.kv_memory.find(_identity(assignment), assignment.block_size) or self._traits.num_blocks
         left = not self.num_steps and self.kv_memory.held() is not None
@@ -211,6 +212,7 @@ class SimulatedDevice:
             self.kv_memory.kv = oracle.kv
         self.kv_memory.kv[init.canary_block] = [TORN] * a.block_size
         self._stage = ComputeStage(self._hub, oracle, messages, a, self._happened)
+        self.kv_memory.read = self._stage.content
         self._poisoned.clear()
 
     def _future(self, slot: int) -> list[int]:

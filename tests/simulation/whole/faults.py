@@ -75,16 +75,24 @@ def with_second(seed: int, first: Layout, poisoned: Poisoned) -> list[Layout]:
         return [first]
     if poisoned is not Poisoned.NONE:
         first = replace(first, num_frontends=1)  # as in `layout`: a stream that moves takes lost workers along
-    names = ["num_frontends", "speeds", "has_tier", "has_keeper"]
+    names = ["num_frontends", "speeds", "has_tier", "has_keeper", "has_peers"]
     if rng.random() < 0.9:
         names.append("num_blocks")  # otherwise the context length may differ, and no stream may move
+    has_peers = rng.random() < 0.5
+    first_role, role = "both", rng.choice(("both", "both", "prefill"))
+    if has_peers:
+        first_role, role = rng.choice((("both", "both"), ("decode", "prefill"), ("prefill", "decode")))
+        if rng.random() < 0.8:  # otherwise an engine has no block of the other one
+            names += ["tensor_parallel", "pipeline_parallel", "depth", "drafts"]
+    first = replace(first, has_peers=has_peers, role=first_role, step_tokens=rng.choice((8, 24)))
     second = replace(layout(rng, poisoned), **{name: getattr(first, name) for name in names})
     others = {
-        "role": rng.choice(("both", "both", "prefill")),
+        "role": role,
+        "step_tokens": rng.choice((8, 24)),
         "max_queued": rng.choice((1, 2, 128)),
         "has_grammars": rng.random() < 0.8,
     }
-    if not (first.has_tier or first.has_keeper):  # backends that serve adapters keep no blocks
+    if not (has_peers or first.has_tier or first.has_keeper):  # backends that serve adapters keep no blocks
         first = replace(first, max_loras=rng.choice((1, 2)))
         others |= {"max_loras": first.max_loras, "loads_adapters": rng.random() < 0.5}
     return [first, replace(second, number=1, num_spares=0, **others)]
@@ -118,6 +126,8 @@ class SystemFaults:
                 kinds.remove(kind)
         if len(system.engines) > 1:
             kinds += 2 * [self.kill_engine, self.stop_engine, self.end_scheduler, self.drain_engine, self.unlist_engine]
+        if system.layout.has_peers:
+            kinds += 2 * [self.cut_peers]
         for _ in range(self.rng.randint(1, 8 if noisy else 4)):
             system.hub.after(self.rng.uniform(FAULTS_BEGIN, FAULTS_END), self.rng.choice(kinds))
         system.hub.after(HEAL, self.heal)
@@ -258,17 +268,22 @@ class SystemFaults:
 
     def cut_worker(self) -> None:
         if (worker := self._worker()) is not None and self._count("workers cut off", "workers"):
-            self._cut(worker.process.name, worker.engine)
+            self._cut(worker.process.name, worker.engine.scheduler)
+
+    def cut_peers(self) -> None:
+        """The workers of two engines do not reach each other."""
+        workers = [engine.workers[0].process for engine in self.system.engines if engine.workers]
+        if len(workers) > 1 and self._count("peers cut off", "peers"):
+            self._cut(workers[0].name, workers[1])
 
     def cut_frontend(self) -> None:
         if self.system.frontends and self._count("frontends cut off", "schedulers"):
-            self._cut(self.rng.choice(self.system.frontends).process.name, self._engine())
+            self._cut(self.rng.choice(self.system.frontends).process.name, self._engine().scheduler)
 
-    def _cut(self, name: str, engine: SimulatedEngine) -> None:
-        scheduler = engine.scheduler
-        if scheduler is None:
+    def _cut(self, name: str, other: SimulatedProcess | None) -> None:
+        if other is None:
             return
-        pairs = [(name, scheduler.name), (scheduler.name, name)]
+        pairs = [(name, other.name), (other.name, name)]
         for pair in self.rng.choice((pairs, pairs[:1], pairs[1:])):
             self.system.network.partition(*pair)
         self.system.hub.after(self._seconds(), self.system.network.heal)
@@ -346,7 +361,7 @@ def send_poison(system: System, poisoned: Poisoned, rng: Random) -> None:
     match poisoned:
         case Poisoned.WORKERS:
             system.expected_statuses |= {6, 7, -11}
-            draw, count = system.draw_poison, rng.choice((1, 1, 2, 3)) if len(system.engines) == 1 else 1
+            draw, count = system.draw_poison, rng.choice((1, 1, 2, 3))
         case Poisoned.SCHEDULERS:  # a second one could take down the scheduler while a suspect is on trial
             system.expected_statuses.add(-11)
             draw, count = system.draw_lethal, 1
@@ -377,6 +392,8 @@ def check(system: System, noisy: bool, probes: set[str]) -> None:
     for frontend in system.frontends:
         for (what, _, reason), count in frontend.engine.owners.decisions.items():
             system.happened[f"{what}: {reason}"] += count
+        for engine in frontend.engine.engines.values():
+            system.happened["tokens fetched"] += int(engine.state.stats.get("kv_tier_hit_tokens_total:peer", 0))
     system.check_leaks()
     if not noisy:
         system.check_placement()

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import zmq
 
 from protocol.codec import encode
+from protocol.kv_transfer import FetchBlocks, FetchedBlocks
 from protocol.steps import ReleaseSlots
 from tests.simulation.whole.hub import Hub, SimulatedProcess, Waiters
 
@@ -28,10 +29,16 @@ FORGET = 0.05
 """Maximum seconds from the event of a lost connection until its routing id is unknown."""
 NOTICED = (0.0, 0.05, 1.0)
 """Seconds until a side learns of a reset; one of them is drawn for each."""
+FREE_PORTS = 10_000
+"""The first one that is given to a socket without a port."""
 _AGAIN = zmq.Again()
 """Raised whenever nothing has arrived: to make one takes longer than all else of a call."""
-_RELEASE = encode(ReleaseSlots(0, b""))[:8]
-"""Beginning of the one message whose repetition and reordering only TCP prevents: it has no number."""
+_UNNUMBERED = (
+    encode(ReleaseSlots(0, b""))[:8],
+    encode(FetchBlocks(b"", b""))[:7],
+    encode(FetchedBlocks(0, memoryview(b"")))[:9],
+)
+"""Beginnings of the messages whose repetition and reordering only TCP prevents: they have no number."""
 _FIN = None
 """The end of a connection, in a lane."""
 
@@ -151,7 +158,7 @@ class Lane:
 
     def send(self, frame: bytes | None) -> None:
         network, rng, noise, happened = (self._network, self._network.rng, self._network.noise, self._network.happened)
-        if frame and noise and not frame.startswith(_RELEASE):
+        if frame and noise and not frame.startswith(_UNNUMBERED):
             if rng.random() < noise.loss:
                 happened["frames lost"] += 1
                 network.hub.log("lost", self, _head(frame))
@@ -388,8 +395,8 @@ class RouterSocket(SimulatedSocket):
 
     def bind(self, endpoint: str) -> None:
         """A newer socket on the same endpoint gets the new connections, as behind a name that moves."""
-        self.endpoint = endpoint
-        self.network.bound[endpoint] = self
+        self.endpoint = f"{endpoint[:-1]}{FREE_PORTS + self.fd}" if endpoint.endswith(":0") else endpoint
+        self.network.bound[self.endpoint] = self
 
     def lose(self, connection: SimulatedConnection) -> None:
         """The other side has closed the connection."""

@@ -109,6 +109,12 @@ class ComputeStage:
         self._take(lambda: self.oracle.receive(frame))
         self._changed.wake()
 
+    def content(self, block: int) -> list[int | None]:
+        """Return what a reader beside the steps sees of a block. All ranks have written those of a step that was
+        sampled."""
+        self.oracle.executed = max(self.last_whole, self._messages.sampled)
+        return self.oracle.content(block)
+
     def end(self) -> None:
         """The epoch is over: waits end with RanksLost."""
         self._ended = True

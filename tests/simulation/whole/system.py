@@ -30,7 +30,7 @@ from services.frontend.placement import placement
 from services.scheduler.service import Service
 from services.worker import result_sender, start_up
 from services.worker.service import Worker, run_worker
-from services.worker.tiers import transfers
+from services.worker.tiers import peers, transfers
 from services.worker.tiers.transfers import Tier
 from tests.simulation.grammar import structured
 from tests.simulation.whole.client import PREFILL_TOKENS, ClientRequest, SimulatedFrontend, make_choice
@@ -38,7 +38,7 @@ from tests.simulation.whole.device import VOCAB, Collectives, DeviceTraits, Pois
 from tests.simulation.whole.grammars import SimulatedCompiler, SimulatedMaskThread
 from tests.simulation.whole.hub import Hub, Killed, Primitives, SimulatedProcess
 from tests.simulation.whole.network import SimulatedNetwork, Speeds, Wakeup
-from tests.simulation.whole.tier import SimulatedKeeper, SlowTier
+from tests.simulation.whole.tier import BLOCKS_PER_ANSWER, WIDTH, SimulatedKeeper, SlowTier
 from tests.simulation.workload import ADAPTERS
 
 SILENCE = 4.0
@@ -47,6 +47,7 @@ PATIENCE = 60.0
 REQUEST_TIMEOUT = 200.0
 """Suspects wait for one another."""
 EOS = 1
+BLOCK_SIZE = 4
 LOGS = "runahead"
 
 
@@ -82,10 +83,13 @@ class Layout:
     """Workers write whole blocks to a tier, which outlives all processes, and load them."""
     has_keeper: bool = False
     """KV memory outlives its worker."""
+    has_peers: bool = False
+    """Workers fetch whole blocks from those of the other engine."""
     number: int = 0
     """Position of the engine among those of its system."""
-    role: Literal["both", "prefill"] = "both"
+    role: Literal["both", "prefill", "decode"] = "both"
     max_queued: int = 128
+    step_tokens: int = 24
     has_grammars: bool = True
     """Structured output is served."""
     max_loras: int = 0
@@ -109,9 +113,9 @@ class Layout:
             max_num_queued_reqs=self.max_queued,
             enable_lora=self.max_loras > 0,
             max_loras=max(self.max_loras, 1),
-            block_size=4,
+            block_size=BLOCK_SIZE,
             max_num_seqs=6,
-            max_num_batched_tokens=24,
+            max_num_batched_tokens=self.step_tokens,
             tensor_parallel_size=self.tensor_parallel,
             pipeline_parallel_size=self.pipeline_parallel,
             batch_queue_depth=self.depth,
@@ -197,11 +201,12 @@ class SimulatedEngine:
             scheduler_timeout_seconds=SILENCE,
             recovery_timeout_seconds=PATIENCE,
             kv_offload_bytes=int(layout.has_tier),
+            kv_peer_address="tcp://127.0.0.1:0" if layout.has_peers else "",
         )
 
         def tiers(_: WorkerConfig, identity: str) -> list[Tier]:
-            kept = system.tiers.setdefault(f"{identity} {device.shard}", {})
-            return [SlowTier(system.hub, kept, system.happened)]
+            kept = system.tiers.setdefault(identity, {})
+            return [SlowTier(system.hub, kept, system.happened)] if layout.has_tier else []
 
         process.on_end.append(lambda: self.workers.remove(worker))
         system.supervise(process, self.start_worker)
@@ -324,8 +329,8 @@ class System:
 
     def draw_request(self, at: float, kind: str = "") -> ClientRequest:
         """Draw a request; `kind` "" is any kind."""
-        rng = self.rng
-        prompt = [rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 3, 8, 13, 24)))]
+        rng, lengths = self.rng, (1, 3, 8, 13, 24, *(40,) * self.layout.has_peers)
+        prompt = [rng.randrange(2, VOCAB) for _ in range(rng.choice(lengths))]
         if self.requests and rng.random() < 0.3:  # a shared prefix
             prompt = self.requests[-1].prompt[:8] + prompt[:8]
         kind = kind or rng.choice(("plain", "plain", "sampled", "n", "grammar", "logprobs", "embedding"))
@@ -456,6 +461,9 @@ class System:
             patch.setattr(result_sender, "queue", primitives)
             patch.setattr(transfers, "threading", primitives)
             patch.setattr(transfers, "SimpleQueue", primitives.SimpleQueue)
+            patch.setattr(peers, "threading", primitives)
+            for module in (peers, transfers):
+                patch.setattr(module, "MAX_FETCH_BYTES", BLOCKS_PER_ANSWER * BLOCK_SIZE * WIDTH)
             patch.setattr(result_sender, "processor_seconds", lambda: hub.process.work if hub.process else 0.0)
             patch.setattr(placement, "PREFILL_TOKENS", PREFILL_TOKENS)
             patch.setattr(start_up, "listen", lambda host: SimulatedListener(self.network.next_id()))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.block_names import NamedBlocks
+from protocol.steps import ReleaseSlots, SchedulerOutput
 from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import Holder, LedgerEntry, RequestLedger
 from services.frontend.placement import Placement
@@ -17,8 +18,8 @@ from services.worker.session import Session
 from tests.simulation.whole.device import SimulatedDevice
 from tests.simulation.whole.faults import play
 
-SEEDS = (70, 132, 48, 127, 4, *range(71, 140))
-"""The first five notice all mutants; the others count when a change of the engine has changed those runs."""
+SEEDS = (70, 132, 48, 127, 4, 16, 119, *range(71, 140))
+"""The first seven notice all mutants; the others count when a change of the engine has changed those runs."""
 Patch = pytest.MonkeyPatch
 
 
@@ -113,6 +114,16 @@ def names_count_before_their_number_is_written(patch: Patch) -> None:
     patch.setattr(BlockNames, "held", broken)
 
 
+def blocks_of_steps_in_flight_are_fetched(patch: Patch) -> None:
+    follow = BlockNames.follow
+
+    def broken(self: BlockNames, message: SchedulerOutput | ReleaseSlots) -> None:
+        follow(self, message)
+        self.executed = max(self.executed, getattr(message, "step_id", 0))
+
+    patch.setattr(BlockNames, "follow", broken)
+
+
 MUTANTS: list[Callable[[Patch], None]] = [
     requests_are_not_submitted_again,
     a_token_with_any_index_is_stored,
@@ -126,6 +137,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     weights_are_read_for_every_scheduler,
     tokens_in_flight_count_after_a_loss,
     names_count_before_their_number_is_written,
+    blocks_of_steps_in_flight_are_fetched,
 ]
 
 

@@ -2,6 +2,7 @@
 
 from tests.simulation.whole.client import check_answer
 from tests.simulation.whole.device import Poison, Strike
+from tests.simulation.whole.network import Speeds
 from tests.simulation.whole.system import Layout, System
 
 POISONOUS, OTHERS = 4, 2
@@ -10,7 +11,7 @@ CRASHED = -11
 
 def test_many_requests_that_crash_the_workers_do_not_end_the_scheduler() -> None:
     """Each of them crashes its first step, alone, so no step ends between their losses."""
-    system = System(0, Layout())
+    system = System(0, Layout(speeds=Speeds(latencies=(0.001, 0.2))))
     system.expected_statuses.add(CRASHED)
     with system.started():
         for number in range(POISONOUS + OTHERS):
@@ -18,6 +19,8 @@ def test_many_requests_that_crash_the_workers_do_not_end_the_scheduler() -> None
             if number < POISONOUS:
                 system.poisons[request.name] = Poison(Strike.CRASHES, 0)
                 request.is_poison = True
+        assert system.hub.run(60.0, lambda: any(request.outcome == "500" for request in system.requests))
+        assert not any(frontend.engine.ready for frontend in system.frontends), "the next suspect waits for workers"
         assert system.hub.run(120.0, lambda: system.answered)
         for request in system.requests:
             assert request.outcome == ("500" if request.is_poison else "done"), request.error

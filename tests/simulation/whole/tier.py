@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Callable
 
 from services.kv_keeper import KeptMemory, Memories
 from services.worker.kv_memory import KVMemory
@@ -13,6 +14,8 @@ KV = list[list[int | None]]
 WIDTH = 9
 """Bytes of a position: a hash, TORN, or BLANK."""
 BLANK = -2
+BLOCKS_PER_ANSWER = 2
+"""Blocks that a worker sends to one of another engine at once."""
 
 
 class SimulatedKeeper:
@@ -49,9 +52,11 @@ class Claim(KeptMemory):
 class OracleMemory(KVMemory):
     """The blocks of an oracle, which has a hash at each position."""
 
+    read: Callable[[int], list[int | None]]
+    """Returns what a block holds for a reader beside the steps."""
+
     def __init__(self, keeper: SimulatedKeeper | None, process: SimulatedProcess) -> None:
         super().__init__(None if keeper is None else Claim(keeper, process))
-        self.content = "oracle"
         self._all: dict[int, KV] = {} if keeper is None else keeper.kv
 
     @property
@@ -71,12 +76,12 @@ class OracleMemory(KVMemory):
         return WIDTH * len(self.kv[0])
 
     def read_block(self, block: int, into: memoryview) -> None:
-        words = [BLANK if word is None else word for word in self.kv[block]]
+        words = [BLANK if word is None else word for word in self.read(block)]
         into[:] = b"".join(word.to_bytes(WIDTH, "little", signed=True) for word in words)
 
     def write_block(self, block: int, data: memoryview) -> None:
         words = [int.from_bytes(data[at : at + WIDTH], "little", signed=True) for at in range(0, len(data), WIDTH)]
-        assert not {TORN, BLANK} & set(words), "the tier keeps whole blocks"
+        assert not {TORN, BLANK} & set(words), "tiers keep, and peers send, whole blocks"
         self.kv[block] = [*words]
 
 

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from protocol.codec import encode, pack
+from protocol.codec import encode
 from protocol.kv_transfer import MAX_FETCH_BYTES, PEER_ROLE, FetchBlocks, FetchedBlocks
 from protocol.security import LOCAL, Security
-from protocol.steps import LoadBlocks
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, Server
 from services.cli.transport_keys import make_keys
 from services.worker.runner import LoadError
 from services.worker.tiers import peers
 from services.worker.tiers.peers import PeerClient, PeerServer
-from services.worker.tiers.transfers import BlockTransfers
 from tests.unit.worker.test_transfers import BLOCKS, LAYERS, SIZE, Rank, name
 from tests.waiting import wait_until
 
@@ -70,21 +68,6 @@ def test_blocks_are_fetched_by_name_up_to_the_first_that_is_missing(
     other = PeerClient(LOCAL, sha256(b"another model").digest())
     assert fetched(other, server.address, 1) == []
     other.close()
-
-
-def test_a_load_takes_from_another_engine_what_its_tier_lacks(rank: Rank, serve: Callable[..., PeerServer]) -> None:
-    rank.follow(1, 2, 3)
-    server, client, other = serve(), PeerClient(LOCAL, IDENTITY), Rank()
-    other.tier.put(name(1), memoryview(rank.content(1)))
-    other.transfers.end()
-    other.transfers = BlockTransfers(other.memory, [other.tier], other.answers.put, client)
-    names = b"".join(map(name, (1, 2, 3, 4)))
-    other.transfers.load(LoadBlocks(1, 1, 1, pack([4, 5, 6, 7]), names, [server.address]))
-    assert other.answer().count == 3
-    assert [other.content(block) for block in (4, 5, 6)] == [rank.content(block) for block in (1, 2, 3)]
-    other.transfers.load(LoadBlocks(1, 1, 2, pack([4]), name(2), []))
-    assert other.answer().count == 0, "nobody is asked"
-    other.transfers.end()
 
 
 def test_a_peer_that_is_not_there_or_answers_wrongly_costs_a_bounded_time(

@@ -268,6 +268,23 @@ async def test_a_request_that_kills_engine_after_engine_is_refused(tmp_path: Pat
         assert all(not engine.requests for engine in engines.engines)
 
 
+async def test_a_scheduler_without_workers_is_sent_nothing(tmp_path: Path) -> None:
+    """Their loss would count for requests that came after it: a suspect would be refused."""
+    async with fleet(tmp_path) as engines:
+        await engines.serve()
+        stream, owner, other = await engines.submit([1])
+        other.phase = EnginePhase.RECOVERING
+        other.send_state()
+        engines.restart(owner, owner.incarnation)
+        (owner,) = (engine for engine in engines.engines if engine is not other)
+        owner.phase = EnginePhase.RECOVERING
+        await engines.until(lambda: owner.num_signs > 1)
+        assert not owner.requests
+        owner.phase = EnginePhase.READY
+        await engines.until(lambda: owner.requests)
+        assert owner.requests[0].number == stream.number
+
+
 async def test_an_engine_that_is_listed_no_longer_is_left_when_its_streams_have_moved(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
         await engines.serve()
