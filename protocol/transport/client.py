@@ -154,7 +154,8 @@ class Client:
     def close(self) -> None:
         if self.socket.closed:
             return
-        self._read_events()
+        with suppress(zmq.ContextTerminated):  # the process ends
+            self._read_events()
         self._monitor.close()
         # After a loss, libzmq would send what it still has to the next server, which expects a Hello.
         self.socket.close(0 if self._broken else None)

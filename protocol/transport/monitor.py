@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 
 import zmq
 
@@ -32,5 +33,6 @@ class Monitor:
             yield zmq.Event(struct.unpack("=Hi", event)[0])
 
     def close(self) -> None:
-        self._watched.disable_monitor()
+        with suppress(zmq.ContextTerminated):  # the process ends
+            self._watched.disable_monitor()
         self.socket.close()

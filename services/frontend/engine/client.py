@@ -161,9 +161,11 @@ class EngineClient:
 
         Raises: HandshakeRefused, if the only engine, or this frontend, refuses the connection
         """
-        running = [asyncio.create_task(self.engines.run(self._check))]
-        if source is not None:
-            running.append(asyncio.create_task(follow(source, self._security, self.engines.set_addresses)))
+        if source is None:
+            await self.engines.run(self._check)
+            return
+        following = follow(source, self._security, self.engines.set_addresses)
+        running = [asyncio.create_task(self.engines.run(self._check)), asyncio.create_task(following)]
         try:
             await asyncio.gather(*running)
         finally:

@@ -322,7 +322,7 @@ class RequestLedger:
             self._on_trial = None
         unsent = self._unsent[scheduler[0]]
         for number, entry in sorted(unsent.items(), key=lambda item: item[1].since):
-            if only_again and not entry.num_admissions:
+            if entry.stream.response.has_failed or (only_again and not entry.num_admissions):
                 continue
             entry.count_death(scheduler)
             if (end := entry.end()) is not None:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from protocol.requests import Finish
+from protocol.requests import Finish, FinishReason
 from services.frontend.errors import APIError, internal_error
 
 log = logging.getLogger("runahead.frontend")
@@ -69,6 +69,7 @@ class RequestStream(ABC):
     def finish(self, end: Finish | APIError) -> None:
         """Feed the end behind the outputs that have arrived."""
         self.end = end
+        self.response.has_failed |= isinstance(end, APIError) or end.reason is FinishReason.ERROR
         self.response.mark_due(self)
 
     @abstractmethod
@@ -135,7 +136,7 @@ class ResponseStream:
 
     __slots__ = (
         "_due", "_error", "_interval", "_is_queued", "_queue", "_sink", "_waiter", "_wants_first", "engines",
-        "num_open", "request_id", "write",
+        "has_failed", "num_open", "request_id", "write",
     )  # fmt: skip
 
     def __init__(self, queue: FlushQueue, request_id: str = "", interval: int = 1) -> None:
@@ -154,6 +155,8 @@ class ResponseStream:
         """Names of the engines that its requests were placed on, in this order."""
         self.num_open = 0
         """Requests of this response that have not ended."""
+        self.has_failed = False
+        """One of its requests ended with an error, which ends the others soon."""
         self.write: Callable[[bytes], None] = _discard
 
     def mark_due(self, stream: RequestStream) -> None:

@@ -84,6 +84,7 @@ class BlockTransfers:
     ) -> None:
         assert memory.names is not None, "the cache has begun"
         self._memory, self._names, self._tiers = memory, memory.names, tiers
+        self._block_bytes = memory.block_bytes
         self._send, self._peers = send, peers
         self._dropped = DroppedNames() if dropped is None else dropped
         self._unwritten: SimpleQueue[bytes | LoadBlocks | None] = SimpleQueue()
@@ -132,7 +133,7 @@ class BlockTransfers:
     def find(self, names: Sequence[bytes]) -> tuple[int, memoryview]:
         """Return the first blocks of these that are in the memory or in a tier: their number and data. For a thread of
         its own. Raises: ProtocolError, if they are too many."""
-        size = self._memory.block_bytes
+        size = self._block_bytes
         if len(names) > max(1, MAX_FETCH_BYTES // size):
             raise ProtocolError(f"{len(names)} blocks of {size} bytes are more than one answer")
         data = memoryview(bytearray(len(names) * size))
@@ -157,7 +158,7 @@ class BlockTransfers:
 
     def _write_blocks(self) -> None:
         name_this_thread()
-        buffer = memoryview(bytearray(self._memory.block_bytes))
+        buffer = memoryview(bytearray(self._block_bytes))
         if self._writer_before is not None:
             self._writer_before.join()
         for tier in self._tiers:
@@ -195,7 +196,7 @@ class BlockTransfers:
 
     def _fill_blocks(self) -> None:
         name_this_thread()
-        buffer = memoryview(bytearray(self._memory.block_bytes))
+        buffer = memoryview(bytearray(self._block_bytes))
         while (message := self._loads.get()) is not None and not self._ended:
             sources = self._fill(message, buffer)
             self._send(BlocksLoaded(message.epoch, message.ticket, sources.total(), dict(sources)))
@@ -214,7 +215,7 @@ class BlockTransfers:
             sources[source] += 1
         count = sources.total()
         if count < len(blocks) and message.peers and self._peers is not None:
-            for data in self._peers.fetch(message.peers, names[count:], self._memory.block_bytes):
+            for data in self._peers.fetch(message.peers, names[count:], self._block_bytes):
                 if not self._put(blocks[count], message.ticket, data):
                     break
                 count += 1

@@ -28,9 +28,9 @@ class OpenRequests:
         for number in numbers:
             self.open(number, max_tokens)
 
-    def open(self, number: int, max_tokens: int = 1000) -> None:
+    def open(self, number: int, max_tokens: int = 1000, response: ResponseStream | None = None) -> None:
         self._now += 1
-        stream = RecordingStream(ResponseStream(FlushQueue()))
+        stream = RecordingStream(response or ResponseStream(FlushQueue()))
         stream.number = number
         self.streams[number] = stream
         params = SamplingParams(max_tokens=max_tokens, seed=number, prompt_logprobs=0)
@@ -119,6 +119,17 @@ async def test_suspects_are_sent_one_by_one_and_the_one_that_kills_again_is_refu
     assert requests.connect(THIRD) == []
     assert [(r.number, r.attempts) for r in requests.reconnect(FOURTH)] == [(2, 2)]
     assert requests.streams[1].end == Finish(1, FinishReason.ERROR, message=GUILTY)
+
+
+async def test_no_other_choice_of_a_refused_answer_is_sent() -> None:
+    """It ends as soon as its handler has seen the error. If 2 crashed the scheduler before, 3 would be blamed."""
+    requests = submitted(1)
+    requests.open(2, response=requests.streams[1].response)
+    requests.open(3)
+    for incarnation in (FIRST, SECOND):
+        assert len(requests.reconnect(incarnation)) == 3
+    assert [r.number for r in requests.reconnect(THIRD)] == [1]
+    assert [r.number for r in requests.reconnect(FOURTH)] == [3]
 
 
 async def test_a_suspect_that_makes_progress_is_cleared() -> None:
