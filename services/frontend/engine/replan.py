@@ -46,7 +46,7 @@ class Replans:
         self.status: ReplanStatus = {"phase": "none", "engine": "", "detail": ""}
         """The last change."""
 
-    async def begin(self, settings: dict[str, str], start_timeout: float, drain_timeout: float) -> str:
+    async def begin(self, settings: dict[str, Any], start_timeout: float, drain_timeout: float) -> str:
         """Start an engine with other settings, which replaces those that there are. Return its name.
 
         Args:
