@@ -49,7 +49,10 @@ def short_base(prefix: str, longest: str) -> Path:
 
 def user_cache() -> Path:
     """Return the user's directory for files that can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "runahead"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache == "~/.cache":  # this user has no home, and writes nowhere
+        cache = "/nonexistent"
+    return Path(cache, "runahead")
 
 
 def check_private(directory: Path) -> None:

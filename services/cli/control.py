@@ -54,7 +54,7 @@ class EngineControl:
         self._listener.close()
 
     def _on_client(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the client has left, or sent no JSON
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # the client has left, or sent no JSON
             client, _ = self._listener.accept()
             with client, client.makefile("rw") as lines:
                 client.settimeout(TIMEOUT)

@@ -15,6 +15,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from services.cli.ask import ServerAddress, ask_object
+from services.cli.flags import name_argument
 from services.cli.settings import ConfigurationError, from_file
 from services.config import ServeConfig
 
@@ -103,15 +104,15 @@ def replan(
     return 0
 
 
-def given(serve: TyperCommand, flags: Sequence[str]) -> dict[str, str]:
+def given(serve: TyperCommand, flags: Sequence[str]) -> dict[str, object]:
     """Return settings by name from flags of the command `serve`.
 
     Raises: ConfigurationError; TyperException, if a flag is not one of `serve`
     """
     values = serve.make_context("replan", [*flags]).params
-    of_file = from_file(values.pop("config"), ServeConfig.model_fields)
-    found = {name: value if isinstance(value, str) else json.dumps(value) for name, value in of_file.items()}
-    found |= {name: str(value) for name, value in values.items() if value not in (None, (), [])}
+    found = from_file(values.pop("config"), ServeConfig.model_fields)
+    name_argument(values, "model")
+    found |= {name: value for name, value in values.items() if value not in (None, (), [])}
     if not found:
         raise ConfigurationError("no setting is given that would change, such as --tensor-parallel-size 2")
     return found

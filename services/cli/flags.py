@@ -35,11 +35,9 @@ def command(
     """
 
     def invoke(**given: Any) -> None:
-        file, argument = given.pop("config"), given.pop("argument", None)
-        if argument is not None and positional is not None:
-            if given[positional] not in (None, argument):
-                raise ConfigurationError(f"{argument!r} contradicts {flag(positional)} {given[positional]!r}")
-            given[positional] = argument
+        file = given.pop("config")
+        if positional is not None:
+            name_argument(given, positional)
         given = {name: value for name, value in given.items() if value != []}
         raise typer.Exit(run(merge(model, given, file, omitted=omitted)))
 
@@ -53,6 +51,15 @@ def command(
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     invoke.__annotations__ = {}
     return invoke
+
+
+def name_argument(given: dict[str, Any], positional: str) -> None:
+    """Make the command's argument a value of the field `positional`. Raises: ConfigurationError, if it has another"""
+    argument = given.pop("argument")
+    if argument is not None:
+        if given[positional] not in (None, argument):
+            raise ConfigurationError(f"{argument!r} contradicts {flag(positional)} {given[positional]!r}")
+        given[positional] = argument
 
 
 def _option(name: str, model: type[BaseModel]) -> inspect.Parameter:

@@ -98,12 +98,12 @@ class FrontendService:
         page = load_page() if config.ui else {}
         self._request_log = EndedRequestLog()
         self._responses = self._open.enter_context(response_files(config))
-        ended = self._request_log, export_trace, config.stream_interval
-        answering = Answering(self.engine, model, metrics, *ended)
+        interval = config.stream_interval
+        answering = Answering(self.engine, model, metrics, self._request_log, export_trace, interval)
         self._open.callback(answering.prompts.close)
-        own = BodyParser(config.unknown_parameters), Replans(self.engine, config.control_socket), self._responses
+        bodies, replans = BodyParser(config.unknown_parameters), Replans(self.engine, config.control_socket)
         app = with_routes(config, page)
-        app.state.context = AppContext(self.engine, model, metrics, answering, *own)
+        app.state.context = AppContext(self.engine, model, metrics, answering, bodies, replans, self._responses)
         checks = config.max_body_bytes, frozenset(page), answering.shed, metrics.on_response
         self.app = with_cors(Guards(app, config, *checks), config)
         """The application behind the checks of every request."""

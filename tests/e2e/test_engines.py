@@ -146,12 +146,13 @@ def test_a_change_that_fails_leaves_the_engines_as_they_were(pair: ServeProcess,
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text() + "\n")
     config = tmp_path / "serve.yaml"
-    config.write_text(f"port: {pair.url.rpartition(':')[2]}\npipeline-parallel-size: 999\n")
+    same = f"port: {pair.url.rpartition(':')[2]}\nuds: null\nallowed-origins: []\n"
+    config.write_text(f"{same}pipeline-parallel-size: 999\n")
     pair.wait_engines(2)  # one was killed before
     before = engines_of(pair)
     for flags, why in (
         (("--tokenizer", str(tmp_path / "other")), "tokenizer mismatch"),
-        (("--config", str(config)), "pipeline"),
+        ((str(DEMO_MODEL), "--config", str(config)), "pipeline"),
         (("--port", "1"), "--port is no setting of an engine"),
         (("--frobnicate", "1"), "No such option: --frobnicate"),
     ):

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.private import private_directory
+import pytest
+
+from services.private import private_directory, user_cache
 
 HOLDER = (
     "import sys, pathlib; from services.private import private_directory\n"
@@ -68,3 +70,10 @@ def test_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     (base / "runahead-serve-link").symlink_to(outside)
     with private_directory(base, "runahead-serve-"):
         assert (outside / "file").exists()
+
+
+def test_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)
+    assert user_cache() == Path("/nonexistent/runahead")

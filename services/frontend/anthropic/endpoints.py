@@ -14,6 +14,7 @@ from services.frontend.context import Context, recorded
 from services.frontend.errors import ANTHROPIC_PREFIX, AnthropicErrorResponse
 from services.frontend.openai.answering import AnswerRequest
 from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
+from services.frontend.openai.prompts.conversation import media_files
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
 router = APIRouter(prefix=ANTHROPIC_PREFIX, responses=errors(*WITH_BODY, body=AnthropicErrorResponse))
@@ -28,6 +29,8 @@ async def count_tokens(http: HTTPRequest, context: Context) -> schemas.CountToke
     given = await context.bodies.parse(http, schemas.CountTokensRequest)
     context.model.adapter(given.model)
     body, media = chat_request(given), context.engine.state.media
+    if media_files(body):
+        context.engine.check_ready()  # it is known whether the model has images
     return {"input_tokens": len(await context.answering.prompts.encode_chat(http, body, media))}
 
 

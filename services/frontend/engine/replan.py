@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from services.frontend.engine.client import EngineClient
-from services.frontend.errors import APIError
+from services.frontend.errors import APIError, invalid
 
 log = logging.getLogger("runahead.frontend")
 
@@ -46,7 +46,7 @@ class Replans:
         self.status: ReplanStatus = {"phase": "none", "engine": "", "detail": ""}
         """The last change."""
 
-    async def begin(self, settings: dict[str, str], start_timeout: float, drain_timeout: float) -> str:
+    async def begin(self, settings: dict[str, Any], start_timeout: float, drain_timeout: float) -> str:
         """Start an engine with other settings, which replaces those that there are. Return its name.
 
         Args:
@@ -129,13 +129,16 @@ class Replans:
                 400, "the engines of this server are started by others; change --engines, and drain the old one"
             )
         try:
+            encoded = json.dumps(request).encode()
             reader, writer = await asyncio.open_unix_connection(self._control)
             try:
-                writer.write(json.dumps(request).encode() + b"\n")
+                writer.write(encoded + b"\n")
                 line = await asyncio.wait_for(reader.readline(), CONTROL_TIMEOUT)
             finally:
                 writer.close()
             answer: dict[str, Any] = json.loads(line)
+        except RecursionError:
+            raise invalid("the settings are nested too deeply") from None
         except (OSError, ValueError, TimeoutError) as error:
             raise APIError(503, f"the supervisor does not answer: {error}") from None
         return answer

@@ -69,12 +69,16 @@ class Total(Collector):
     _more_labels: tuple[str, ...]
     _labels: tuple[str, ...]
     """Values of those of every metric; (): this one has none of them."""
-    counts: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    _counts: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """By values of the other labels."""
+
+    def add(self, *labels: str, count: int = 1) -> None:
+        """Add to the count of these values of the other labels. With 0 it begins, and is exported from then on."""
+        self._counts[labels] += count
 
     def collect(self) -> Iterator[Metric]:
         names = (*LABELS[: len(self._labels)], *self._more_labels)
         family = CounterMetricFamily(self._name, self._text, labels=names)
-        for labels, count in self.counts.items():
+        for labels, count in self._counts.items():
             family.add_metric((*self._labels, *labels), count)
         yield family

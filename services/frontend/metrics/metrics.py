@@ -1,7 +1,6 @@
 """Metrics of this frontend's answers and requests."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 from http import HTTPMethod
 
@@ -50,12 +49,11 @@ class Metrics:
 
         self._histograms: list[ValueHistogram] = []
 
-        def counter(name: str, text: str, more: tuple[str, ...], *begin: tuple[str, ...]) -> Counter[tuple[str, ...]]:
-            """`more`: names of labels. `begin`: values of those that are counted from 0 on."""
+        def counter(name: str, text: str, *more: str) -> Total:
+            """`more`: names of labels."""
             total = Total(f"{OURS}{name}", text, more, labels)
             self._registry.register(total)
-            total.counts.update(dict.fromkeys(begin, 0))
-            return total.counts
+            return total
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> ValueHistogram:
             made = ValueHistogram(f"{OURS}{name}", text, buckets, labels)
@@ -66,19 +64,21 @@ class Metrics:
         def seconds(name: str, text: str, buckets: tuple[float, ...] = _LATENCY) -> ValueHistogram:
             return histogram(f"{name}_seconds", text, buckets)
 
-        reasons = ("stop",), ("length",), ("abort",), ("error",)
-        self._finished = counter("request_success", "answers that completed", ("finished_reason",), *reasons)
-        statuses = ((outcome_of(status), str(status)) for status in _STATUSES)
-        self._requests = counter("requests", "HTTP requests for answers that ended", ("outcome", "code"), *statuses)
-        http = Total("http_requests", "HTTP responses", ("handler", "method", "status"), ())
-        self._registry.register(http)
-        self._http = http.counts
+        self._finished = counter("request_success", "answers that completed", "finished_reason")
+        for reason in ("stop", "length", "abort", "error"):
+            self._finished.add(reason, count=0)
+        self._requests = counter("requests", "HTTP requests for answers that ended", "outcome", "code")
+        for status in _STATUSES:
+            self._requests.add(outcome_of(status), str(status), count=0)
+        self._http = Total("http_requests", "HTTP responses", ("handler", "method", "status"), ())
+        self._registry.register(self._http)
         dropped = "tokens dropped because they had been delivered before"
-        self._duplicates = counter("duplicate_tokens_dropped", dropped, (), ())
-        source, hit = ("source",), ("local_cache_hit",)
-        self._by_source = counter("prompt_tokens_by_source", "prompt tokens by source", source, ("local_compute",), hit)
-        self._cached = counter("prompt_tokens_cached", "prompt tokens that the prefix cache held", (), ())
-        self._cached_by_source = counter("prompt_tokens_cached_by_source", "the same by source", source, hit)
+        self._duplicates = counter("duplicate_tokens_dropped", dropped)
+        self._duplicates.add(count=0)
+        self._by_source = counter("prompt_tokens_by_source", "prompt tokens by source", "source")
+        self._cached = counter("prompt_tokens_cached", "prompt tokens that the prefix cache held")
+        self._cached_by_source = counter("prompt_tokens_cached_by_source", "the same by source", "source")
+        self._count_prompt(computed=0, cached=0)
         first_token = seconds("time_to_first_token", "seconds from a request to its first token", _TTFT)
         gap = seconds("inter_token_latency", "seconds between two tokens of an answer", _ITL)
         self.observe_first_token, self.observe_gap = first_token.observe, gap.observe
@@ -100,9 +100,9 @@ class Metrics:
 
     def on_answer(self, choice: EndedChoice) -> None:
         """Count a choice that ended by itself."""
-        self._finished[choice.reason,] += 1
+        self._finished.add(choice.reason)
         self._e2e.observe(choice.ended - choice.submitted)
-        self._duplicates[()] += choice.duplicates
+        self._duplicates.add(count=choice.duplicates)
         self._prompt.observe(choice.prompt_tokens)
         self._output.observe(choice.output_tokens)
         self._most.observe(choice.output_tokens)
@@ -119,10 +119,7 @@ class Metrics:
         """Count what only the engine knows."""
         cached = end.num_cached_tokens
         computed = max(prompt_tokens - cached, 0)
-        self._cached[()] += cached
-        for by_source in (self._cached_by_source, self._by_source):
-            by_source["local_cache_hit",] += cached
-        self._by_source["local_compute",] += computed
+        self._count_prompt(computed, cached)
         self._computed.observe(computed)
         self._preemptions.observe(end.num_preemptions)
         times = end.times
@@ -134,9 +131,16 @@ class Metrics:
             self._prefill.observe(times.first_token - times.scheduled)
             self._decode.observe(times.ended - times.first_token)
 
+    def _count_prompt(self, computed: int, cached: int) -> None:
+        """Count prompt tokens that were computed, and those that the prefix cache held."""
+        self._by_source.add("local_compute", count=computed)
+        self._by_source.add("local_cache_hit", count=cached)
+        self._cached.add(count=cached)
+        self._cached_by_source.add("local_cache_hit", count=cached)
+
     def on_request(self, status: int) -> None:
         """Count an HTTP request that has ended. A stream that failed counts with the status of its error."""
-        self._requests[outcome_of(status), str(status)] += 1
+        self._requests.add(outcome_of(status), str(status))
 
     def on_response(self, scope: Scope, status: int) -> None:
         """Count a response by its route, as vLLM does: not those to probes. One that is refused before it is routed has
@@ -144,7 +148,7 @@ class Metrics:
         path, method = scope["path"], scope["method"]
         if path not in _UNCOUNTED:
             route = scope["route"].path if "route" in scope else path if path in ANSWER_PATHS else "none"
-            self._http[route, method if method in HTTPMethod.__members__ else "none", f"{status // 100}xx"] += 1
+            self._http.add(route, method if method in HTTPMethod.__members__ else "none", f"{status // 100}xx")
 
     def fold(self) -> None:
         """Sort observed values into buckets. Call it regularly: until then they are kept."""

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from services.frontend.context import Context
 from services.frontend.openai.parameters.sampling import checked_ids
+from services.frontend.openai.prompts.conversation import media_files
 from services.frontend.openai.schemas.fields import Text, TokenId
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest
 from services.frontend.openai.schemas.responses import Natural
@@ -65,8 +66,9 @@ async def tokenize(http: HTTPRequest, context: Context) -> Response:
     body = await context.bodies.parse_prompt(http, TokenizeChatRequest, TokenizeCompletionRequest)
     context.model.adapter(body.model)
     encoder, state = context.answering.prompts, context.engine.state
-    if body.truncate_prompt_tokens is not None:
-        context.engine.check_ready()  # the context is known
+    has_files = isinstance(body, TokenizeChatRequest) and media_files(body)
+    if has_files or body.truncate_prompt_tokens is not None:
+        context.engine.check_ready()  # it is known whether the model has images, and how long its context is
     keep = encoder.kept(body, state.max_model_len)
     if isinstance(body, TokenizeChatRequest):
         ids = await encoder.encode_chat(http, body, state.media, keep)

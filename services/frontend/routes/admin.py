@@ -20,7 +20,7 @@ from services.frontend.openapi import GUARDED, errors, operation_id
 router = APIRouter(responses=errors(400, *GUARDED, 503), generate_unique_id_function=operation_id)
 
 
-_SETTINGS = {"type": "object", "maxProperties": 256, "additionalProperties": {"type": "string", "maxLength": 65536}}
+_SETTINGS = {"type": "object", "maxProperties": 256}
 
 
 class ResetResponse(TypedDict):
@@ -178,9 +178,8 @@ async def replan(
     timeout: Annotated[float, Query(gt=0, le=86400)] = 600.0,  # noqa: ASYNC109  of the new engine's start
     drain_timeout: Annotated[float, Query(ge=0, le=86400)] = 60.0,
 ) -> ReplanStatus:
-    """The body is an object with names and values of settings, such as {"tensor_parallel_size": "2"}."""
-    settings = decoded(await http.body())
-    await context.replans.begin({name: str(value) for name, value in settings.items()}, timeout, drain_timeout)
+    """The body is an object with names and values of settings, such as {"tensor_parallel_size": 2}."""
+    await context.replans.begin(decoded(await http.body()), timeout, drain_timeout)
     return await replan_status(context)
 
 

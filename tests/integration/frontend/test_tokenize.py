@@ -93,4 +93,9 @@ def test_endpoints_work_without_an_engine() -> None:
         answer = frontend.post("/tokenize", {"prompt": "Hi"}).json()
         assert answer["tokens"] == TOKENIZER.encode("Hi")
         assert answer["max_model_len"] is None
+        source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+        image: dict[str, object] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        for path, part in (("/tokenize", image), ("/v1/messages/count_tokens", {"type": "image", "source": source})):
+            refused = frontend.post(path, {"messages": [{"role": "user", "content": [part]}]})
+            assert refused.status_code == 503, "whether the model has images is not known"
         assert httpx.get(f"{frontend.url}/version").json() == {"version": metadata.version("runahead-engine")}
