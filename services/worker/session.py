@@ -8,7 +8,8 @@
     any          ── failed ──►           FAILED        (nothing more is executed)
     any          ── reconnected ──►      REGISTERED    (to another scheduler, whose epochs are later)
 
-The masks of a step come in any number of messages behind its plan. The runner waits for them, or `StepQueue` does.
+The masks of a step come in any number of messages behind its plan. The runner waits for them, or `StepQueue` does. A
+worker that leaves no row out (left-out row; docs/invariants.md) gets all of them in one message, before the next plan.
 
 Steps are executed in order, each exactly once (step order; docs/invariants.md): the next step is executed, the kept
 result of a repeated step is sent again, and a gap is a fault. Messages of another epoch, and assignments to an epoch
@@ -62,6 +63,10 @@ class Session:
         """The last load of this epoch."""
         self.returns = False
         """A scheduler was lost since the last assignment."""
+        self.leaves_rows_out = False
+        """True: the masks of a step may come behind later plans."""
+        self._unmasked = 0
+        """The step whose masks must arrive before the next plan; 0: there is none."""
         self.collects_masks = False
         """True: the actions of steps pass through a `StepQueue`, because the runner does not wait for masks."""
 
@@ -131,7 +136,8 @@ class Session:
         return message
 
     def _on_assignment(self, message: Assignment) -> Action:
-        self.phase, self.epoch, self.last_step, self._last_ticket = Phase.LOADING, message.epoch, 0, 0
+        self.phase, self.epoch = Phase.LOADING, message.epoch
+        self.last_step = self._last_ticket = self._unmasked = 0
         self.returns = False
         return message
 
@@ -145,12 +151,18 @@ class Session:
         expected = self.last_step + 1
         if step.step_id != expected:
             return self._fault(step.step_id, f"step {step.step_id} arrived, but step {expected} is next")
+        if self._unmasked:
+            return self._fault(step.step_id, f"step {step.step_id} arrived before the masks of step {self._unmasked}")
         self.last_step = step.step_id
+        if step.has_structured_output_requests and not self.leaves_rows_out:
+            self._unmasked = step.step_id
         return step
 
     def _on_grammar(self, grammar: GrammarOutput) -> Action:
         if grammar.step_id > self.last_step:
             return self._fault(grammar.step_id, f"a grammar for step {grammar.step_id}, which has not arrived")
+        if grammar.step_id == self._unmasked:
+            self._unmasked = 0
         return grammar
 
     def _on_release(self, message: ReleaseSlots | KeepPins) -> Action:

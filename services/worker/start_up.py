@@ -56,6 +56,7 @@ class StartUp:
         host = self._config.host_ip or address_facing(self._config.scheduler_endpoint)
         with self._starting():
             identity, listener = self._runner.identify(), _listen(host)
+        self._session.leaves_rows_out = identity.leaves_rows_out
         self._session.collects_masks = not identity.waits_for_masks
         self.close_listener()
         self._listener = listener

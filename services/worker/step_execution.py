@@ -21,7 +21,7 @@ class StepExecution:
         self._runner, self._session, self._link, self._offload = runner, session, link, offload
         self._queue = StepQueue()
         self._waited = 0.0
-        """Seconds spent in receive since the last plan, while no step waited for its grammar."""
+        """Seconds spent in receive since the last plan, while no step in the queue waited for its masks."""
         self._received = 0.0
         """When the last plan was read: seconds on the monotonic clock."""
         self._request_ids: dict[int, str] = {}

@@ -174,7 +174,7 @@ class OracleWorker:
         self.entered: list[int] = []
         """`needs` of each plan that was executed; the reader clears it."""
         self.session = Session()
-        self._leaves_rows_out = limits.leaves_rows_out
+        self.session.leaves_rows_out = limits.leaves_rows_out
         self.session.on(Assignment(epoch, 0, 1, block_size, limits.num_slots, limits.max_num_batched_tokens))
         self.session.loaded()
         self.session.on(InitializeCache(num_blocks, limits.max_model_len))
@@ -185,7 +185,6 @@ class OracleWorker:
         were sampled: at once, or with their grammar masks."""
         match self.session.on(MESSAGES.decode(frame)):
             case SchedulerOutput() as plan:
-                self._demand(self._leaves_rows_out or self._deferred is None, "a plan came before the masks of a step")
                 self._queued.append((plan, self.confirmed))
             case GrammarOutput() as grammar:
                 self._masks.setdefault(grammar.step_id, []).append(grammar)

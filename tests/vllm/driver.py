@@ -87,6 +87,7 @@ class VllmWorker:
     def enter(self, num_blocks: int) -> Session:
         assignment = self.next_assignment()
         session = Session()
+        session.leaves_rows_out = self.leaves_rows_out
         session.on(assignment)
         self.loaded = self.runner.load(assignment, self._progress)
         session.loaded()
