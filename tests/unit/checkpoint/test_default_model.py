@@ -24,17 +24,6 @@ def test_default_model_is_served_without_a_name() -> None:
     assert default_dtype("") is None
 
 
-def test_demo_model_is_served_where_the_package_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(default_model, "DISTRIBUTION", "no-such-distribution")
-        default_model.packaged_model.cache_clear()
-        try:
-            assert resolve("") == DEMO_MODEL
-            assert default_dtype("") == "float32"
-        finally:
-            default_model.packaged_model.cache_clear()
-
-
 @installed
 def test_sampling_defaults_are_those_of_a_small_model() -> None:
     defaults = SamplingDefaults.read(resolve(""), 2, True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import services
-from services.checkpoint import CheckpointError, default_dtype, location, model_name, resolve
+from services.checkpoint import CheckpointError, default_dtype, default_model, location, model_name, resolve
 
 COMMIT = "0123456789012345678901234567890123456789"
 
@@ -57,7 +57,8 @@ def test_default_model_is_the_demo_model_where_no_package_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(location, "DEMO_MODEL", tmp_path)
-    monkeypatch.setattr(location, "packaged_model", lambda: None)
+    monkeypatch.setattr(default_model, "DISTRIBUTION", "no-such-distribution")
+    monkeypatch.setattr(location, "packaged_model", default_model.packaged_model.__wrapped__)
     assert resolve("") == tmp_path
     assert default_dtype("") == default_dtype(str(tmp_path)) == "float32"
     assert default_dtype("some/model") is None

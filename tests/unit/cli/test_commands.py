@@ -71,13 +71,6 @@ def test_serve_refuses_an_unusable_gguf_file_before_a_service_starts(
     assert reason in done.stderr
 
 
-def test_service_refuses_an_endpoint_that_it_must_not_bind() -> None:
-    done = run_process("scheduler", "--worker-endpoint", "tcp://0.0.0.0:5555")
-    assert done.status == 1
-    assert "--worker-endpoint: tcp://0.0.0.0:5555: services are not encrypted" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_config_show_prints_a_file_that_config_accepts(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

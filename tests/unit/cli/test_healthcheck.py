@@ -16,7 +16,6 @@ from protocol.transport import Server
 from services.cli.healthcheck import Unhealthy, healthcheck, main
 from services.cli.transport_keys import make_keys
 from tests.http_server import http_server
-from tests.unit.cli.command import run_process
 from tests.unit.protocol.peers import PATIENCE, echoing
 
 SHORT = 0.2
@@ -124,14 +123,6 @@ def test_main_process_that_does_not_run_is_unhealthy_despite_its_connection(tmp_
         address = scheduler.getsockname()
         with socket.create_connection(address), pytest.raises(Unhealthy, match=f"its state in /proc is {state}"):
             healthcheck(f"tcp://127.0.0.1:{address[1]}", connected=True, proc=proc)
-
-
-def test_command_reports_health_in_its_status() -> None:
-    with answering(503) as url:
-        done = run_process("healthcheck", url)
-    assert (done.status, done.stdout) == (1, "")
-    assert done.stderr.startswith("unhealthy: http://127.0.0.1:")
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,9 @@ Run = Callable[[Callable[[], Awaitable[None]]], None]
 def run(request: pytest.FixtureRequest) -> Run:
     def run(test: Callable[[], Awaitable[None]]) -> None:
         with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(asyncio.wait_for(_as_coroutine(test), PATIENCE))
+            runner.run(asyncio.wait_for(test(), PATIENCE))
 
     return run
-
-
-async def _as_coroutine(test: Callable[[], Awaitable[None]]) -> None:
-    await test()
 
 
 class Reading(AsyncClient):

@@ -1,11 +1,8 @@
 """CURVE keys on tcp: only a client with a key of the right role and the server's public key can exchange messages."""
 
 import shutil
-import socket
 import stat
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ from zmq.auth import create_certificates, load_certificate
 
 from protocol.codec import encode
 from protocol.handshake import PROBE, PROTOCOL_VERSION, Hello, Refused
-from protocol.membership import Heartbeat
 from protocol.security import Security
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, Server
 from services.cli.settings import ConfigurationError
@@ -160,60 +156,6 @@ def test_missing_directory_of_keys_refuses_every_client(secure: Server, keys: Pa
     exchange(secure, good, peer)
 
 
-def test_connection_is_encrypted(secure: Server, keys: Path) -> None:
-    """A relay records every byte: without keys they contain the text, with keys they do not."""
-    assert b"canary-prompt" not in relayed(secure, Security(keys / "worker"))
-    plain = Server("tcp://127.0.0.1:0", {"worker"})
-    assert b"canary-prompt" in relayed(plain, Security())
-    plain.close()
-
-
-def relayed(server: Server, security: Security) -> bytes:
-    """Return the bytes that a client named `canary-prompt` sent for its handshake and a message."""
-    seen = bytearray()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = Client(f"tcp://127.0.0.1:{listener.getsockname()[1]}", security)
-        inner, _ = listener.accept()
-        host, port = server.endpoint.removeprefix("tcp://").split(":")
-        outer = socket.create_connection((host, int(port)))
-        pumps = [
-            threading.Thread(target=pump, args=(inner, outer, seen)),
-            threading.Thread(target=pump, args=(outer, inner, bytearray())),
-        ]
-        for thread in pumps:
-            thread.start()
-        with echoing(server):
-            client.handshake("worker", "canary-prompt", PATIENCE)
-            client.send(Heartbeat(1, 1))
-            assert client.receive(PATIENCE) == encode(Heartbeat(1, 1))
-        client.close()
-        for thread in pumps:
-            thread.join()
-        inner.close()
-        outer.close()
-    return bytes(seen)
-
-
-def pump(source: socket.socket, sink: socket.socket, seen: bytearray) -> None:
-    while data := source.recv(65536):
-        seen += data
-        sink.sendall(data)
-    sink.shutdown(socket.SHUT_WR)
-
-
-def test_bytes_of_another_protocol_never_reach_the_decoder(secure: Server, keys: Path) -> None:
-    host, port = secure.endpoint.removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port))) as raw:
-        raw.settimeout(PATIENCE)
-        raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
-        with suppress(ConnectionResetError):
-            while raw.recv(4096):  # libzmq's own greeting, then the end of the connection
-                pass
-    assert secure.receive() is None
-    client, peer = connect(secure, security=Security(keys / "worker"))
-    exchange(secure, client, peer)
-
-
 @pytest.mark.parametrize(
     ("role", "break_it", "text"),
     [
@@ -264,15 +206,3 @@ def test_made_keys_are_private_and_each_role_gets_what_it_needs(directory: Path)
     files["worker/scheduler.key"].unlink()
     with pytest.raises(ConfigurationError, match=r"worker/scheduler.key is missing; remove them"):
         make_keys(directory / "k")
-
-
-def test_bad_frame_costs_its_sender_the_connection_and_nobody_else(secure: Server, keys: Path) -> None:
-    security = Security(keys / "worker")
-    good, peer = connect(secure, security=security)
-    for frames in ([b"a", b"b"], [b"", encode(Heartbeat(1, 1))]):
-        bad, bad_peer = connect(secure, security=security)
-        bad.socket.send_multipart(frames)
-        exchange(secure, good, peer)
-        assert secure.take_lost() == [bad_peer]
-        with pytest.raises(HandshakeRefused, match="bad message: 2 frames"):
-            bad.receive(PATIENCE)

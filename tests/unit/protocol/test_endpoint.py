@@ -115,11 +115,6 @@ def test_port_0_becomes_a_free_port() -> None:
     server.close()
 
 
-def test_client_refuses_an_invalid_endpoint() -> None:
-    with pytest.raises(ValueError, match="is not an endpoint"):
-        Client("http://127.0.0.1:8000")
-
-
 def test_a_file_is_not_replaced_by_a_socket(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.write_text("text")

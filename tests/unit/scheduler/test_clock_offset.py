@@ -14,12 +14,9 @@ def exchange(clock: ClockOffset, sent: float, there: float, held: float, back: f
     clock.add(sent, arrived + ahead, arrived + held + ahead, arrived + held + back)
 
 
-def test_offset_is_zero_before_the_first_exchange() -> None:
-    assert ClockOffset().seconds == 0.0
-
-
 def test_equal_delays_give_the_exact_offset_however_long_the_peer_holds_the_message() -> None:
     clock = ClockOffset()
+    assert clock.seconds == 0.0
     exchange(clock, sent=5.0, there=0.002, held=3.0, back=0.002)
     assert clock.seconds == pytest.approx(AHEAD, abs=1e-9)
 

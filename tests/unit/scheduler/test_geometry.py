@@ -25,14 +25,6 @@ def chunks(geometry: Geometry, tokens: int) -> list[int]:
     return [end - start for start, end in pairwise([0, *ends(geometry, tokens)])]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "padding", "lengths"), [(3, 4, [3]), (10, 4, [4, 6]), (13, 0, [8, 5]), (9, 4, [4, 5])]
-)
-def test_the_worked_prompts(tokens: int, padding: int, lengths: list[int]) -> None:
-    assert SMALL.left_padding(tokens) == padding
-    assert chunks(SMALL, tokens) == lengths
-
-
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_prompts_of_up_to_three_chunks(geometry: Geometry) -> None:
     block, chunk = geometry.block, geometry.chunk

@@ -17,12 +17,11 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import (
+    BUILT_IN,
     BalancedPolicy,
     BatchingPolicy,
     ChunkedPolicy,
-    ConfigurablePolicy,
     GuardedPolicy,
-    PhasedPolicy,
     SchedulerView,
     StepBudget,
     make_policy,
@@ -135,16 +134,14 @@ def test_a_sound_policy_is_not_touched(policy: BatchingPolicy, caplog: pytest.Lo
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("chunked", ChunkedPolicy), ("balanced", BalancedPolicy), ("phased", PhasedPolicy)]
-)
-def test_the_configured_policy_is_guarded_and_plans_as_the_bare_one(name: str, kind: type[ConfigurablePolicy]) -> None:
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_configured_policy_is_guarded_and_plans_as_the_bare_one(name: str) -> None:
     config = SchedulerConfig.model_validate(
         {"batching_policy": name, "max_num_batched_tokens": 64, "max_model_len": 128}
     )
     policy = make_policy(config, LIMITS)
     assert isinstance(policy, GuardedPolicy)
-    assert serve(policy) == serve(kind.from_config(config, LIMITS))
+    assert serve(policy) == serve(BUILT_IN[name].from_config(config, LIMITS))
 
 
 def test_the_threshold_for_long_prompts_holds_in_balanced_too() -> None:

@@ -35,7 +35,7 @@ from services.scheduler.membership.formation import RETURN_SECONDS
 from services.scheduler.membership.group_states import GroupState
 from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS
 from services.scheduler.membership.member_states import MemberState
-from services.scheduler.membership.step_watch import FLOOR, STRETCH, StepSize
+from services.scheduler.membership.step_watch import FLOOR, SMALLEST, STRETCH, StepSize
 from services.scheduler.membership.timeouts import ASSIGN_TIMEOUT, LOAD_SILENCE, LOAD_STALL, RETURN_TIMEOUT
 
 WORKER = Register(
@@ -57,6 +57,11 @@ class ScriptedGroup(WorkerGroup):
         for name in names:
             self.on_message(name.encode(), message, at)
         return self.actions()
+
+    def step(self, step_id: int, began: float, ended: float, size: StepSize = SMALLEST) -> None:
+        """A step of epoch 1."""
+        self.on_dispatch(step_id, began, size)
+        self.on_result(1, step_id, ended)
 
     def lose(self, name: str, at: float) -> list[Action]:
         self.on_gone(name.encode(), "is gone", at)
@@ -655,8 +660,7 @@ def test_a_step_without_memory_that_cannot_be_halved_is_a_failure(size: StepSize
 
 def test_steps_that_take_long_raise_the_limit_of_later_ones() -> None:
     g = serving("a", step_timeout_seconds=1.0)
-    g.on_dispatch(1, 0.0)
-    g.on_result(1, 1, 0.9)
+    g.step(1, 0.0, 0.9)
     g.on_dispatch(2, 1.0)
     g.send("a", Heartbeat(1, 1), 9.0)
     assert g.check_at(9.9) == []
@@ -666,8 +670,7 @@ def test_steps_that_take_long_raise_the_limit_of_later_ones() -> None:
 def test_a_hung_step_is_noticed_soon_when_steps_of_its_size_were_measured() -> None:
     g = serving("a")
     for step in range(1, 4):
-        g.on_dispatch(step, step)
-        g.on_result(1, step, step + 0.02)
+        g.step(step, step, step + 0.02)
     g.on_dispatch(4, 10.0)
     g.send("a", Heartbeat(1, 3), 14.0)
     assert g.check_at(10.0 + FLOOR) == []
@@ -678,14 +681,12 @@ def test_the_first_step_of_a_size_may_compile() -> None:
     """Small steps were measured; the first large one has the limit of a first step, and the next one has not."""
     g, large = group(heartbeat_timeout_seconds=10000.0), StepSize(2048, 2048 * 2048)
     g.serve("a")
-    g.on_dispatch(1, 0.0)
-    g.on_result(1, 1, 0.001)
+    g.step(1, 0.0, 0.001)
     g.on_dispatch(2, 1.0, large)
     assert g.check_at(60.0) == []
     g.on_result(1, 2, 60.0)
     for step in range(3, 1000):  # the time of the compilation decays
-        g.on_dispatch(step, 60.0 + step, large)
-        g.on_result(1, step, 60.1 + step)
+        g.step(step, 60.0 + step, 60.1 + step, large)
     g.on_dispatch(1000, 2000.0, large)
     assert g.check_at(2000.0 + FLOOR) == []
     assert [type(a) for a in g.check_at(2000.2 + FLOOR)] == [Send, Ended]
@@ -694,8 +695,7 @@ def test_the_first_step_of_a_size_may_compile() -> None:
 def test_a_hung_step_of_a_new_size_is_noticed_although_small_steps_were_slow() -> None:
     """From one position to 512, all of the time would be multiplied, also what every step takes."""
     g = serving("a", heartbeat_timeout_seconds=10000.0)
-    g.on_dispatch(1, 0.0)
-    g.on_result(1, 1, 1.0)
+    g.step(1, 0.0, 1.0)
     g.on_dispatch(2, 1.0, StepSize(512, 512 * 512))
     assert g.check_at(1.0 + STRETCH * 60.0) == []
     assert [type(a) for a in g.check_at(1.1 + STRETCH * 60.0)] == [Send, Ended]
@@ -705,8 +705,7 @@ def test_a_long_context_may_take_longer_than_a_short_one() -> None:
     """The same number of positions, behind a cached prefix of 64 times as much to attend to."""
     g = serving("a", heartbeat_timeout_seconds=10000.0)
     for step in range(1, 10):
-        g.on_dispatch(step, float(step), StepSize(512, 512 * 512))
-        g.on_result(1, step, step + 0.5)
+        g.step(step, float(step), step + 0.5, StepSize(512, 512 * 512))
     g.on_dispatch(10, 100.0, StepSize(512, 64 * 512 * 512))
     assert g.check_at(100.0 + 10 * 64 * 0.5) == []
     assert g.check_at(102.0 + 10 * 64 * 0.5) != []
@@ -715,8 +714,7 @@ def test_a_long_context_may_take_longer_than_a_short_one() -> None:
 def test_the_limits_are_those_of_the_workers_that_serve() -> None:
     """The next epoch has other workers, and their first steps may compile."""
     g = serving("a", heartbeat_timeout_seconds=10000.0)
-    g.on_dispatch(1, 0.0)
-    g.on_result(1, 1, 0.01)
+    g.step(1, 0.0, 0.01)
     g.lose("a", 1.0)
     g.serve("b", at=2.0)
     g.on_dispatch(1, 3.0)

@@ -165,15 +165,8 @@ def group_with(state: MemberState) -> WorkerGroup:
 
 
 def snapshot(group: WorkerGroup) -> tuple[object, ...]:
-    return (
-        group.state,
-        group.status,
-        group.epoch,
-        group.size,
-        vars(group.losses).copy(),
-        contents(group.roster),
-        list(group.take_actions()),
-    )
+    state = group.state, group.status, group.epoch, group.size
+    return *state, vars(group.losses).copy(), contents(group.roster), list(group.take_actions())
 
 
 @pytest.mark.parametrize("state", MemberState)

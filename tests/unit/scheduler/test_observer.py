@@ -158,13 +158,13 @@ def test_the_log_keeps_ids_of_open_requests_only_and_quotes_no_grammar(caplog: p
     assert "secret" not in caplog.text
 
 
-def test_a_refused_request() -> None:
+def test_a_refused_request_was_never_queued() -> None:
     engine = ObservedEngine()
-    engine.generate(3, prompt=0)
-    engine.take()
-    arrived, refused = engine.events
+    timed(engine, 6.0, lambda: engine.generate(3, prompt=0), engine.take)
+    arrived, refused = engine.of(events.RequestArrived, events.RequestRefused)
     assert isinstance(arrived, events.RequestArrived)
     assert refused == events.RequestRefused(0, "cmpl-3", engine.finished[3])
+    assert engine.finished[3].times == RequestTimes(ended=6.0)
 
 
 def test_an_abort_is_recorded_as_it_came_and_its_finish_is_not_sent() -> None:
@@ -341,12 +341,6 @@ def test_a_replay_has_the_time_of_its_own_first_token() -> None:
     timed(engine, 3.0, engine.answer)
     timed(engine, 4.0, engine.run)
     assert engine.finished[0].times == RequestTimes(1.0, 2.0, 3.0, 4.0)
-
-
-def test_a_refused_request_was_never_queued() -> None:
-    engine = ObservedEngine()
-    timed(engine, 6.0, lambda: engine.generate(0, prompt=0), engine.take)
-    assert engine.finished[0].times == RequestTimes(ended=6.0)
 
 
 def test_times_of_an_aborted_request_that_did_not_happen_are_zero() -> None:

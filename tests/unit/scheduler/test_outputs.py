@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from protocol.codec import unpack
 from protocol.requests import Finish, FinishReason
+from protocol.rows import OutputRows
 from services.scheduler.core.outputs import OutputBuffer
 
 Event = tuple[int, int, int, int]
@@ -22,14 +22,7 @@ def tokens(buffer: OutputBuffer, *events: Event) -> None:
 
 def taken(buffer: OutputBuffer) -> dict[int, list[tuple[int, int, int]]]:
     return {
-        frontend: list(
-            zip(
-                np.frombuffer(message.numbers, "<u4").tolist(),
-                unpack(message.indices).tolist(),
-                unpack(message.token_ids).tolist(),
-                strict=True,
-            )
-        )
+        frontend: list(zip(*(column.tolist() for column in OutputRows.from_message(message)), strict=True))
         for frontend, message in buffer.take()
     }
 

@@ -278,18 +278,19 @@ def test_embeddings_of_each_step_are_sent_at_once(service: Service, monkeypatch:
     assert [len(message.embeddings) for message in sent] == [1, 1]
 
 
-@pytest.mark.parametrize("slots", [[0, 0, 0], [], [-1]])
-def test_invalid_embeddings_fail_the_step(slots: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("slots", "size", "says"),
+    [
+        ([0, 0, 0], HIDDEN, "are no embeddings"),
+        ([], HIDDEN, "are no embeddings"),
+        ([-1], HIDDEN, "are no embeddings"),
+        ([0], HIDDEN + 1, "another size"),
+    ],
+)
+def test_invalid_embeddings_fail_the_step(slots: list[int], size: int, says: str) -> None:
     core, plan = pooling_step()
-    wrong = result_of(plan, (9, 10), embedding_slots=pack(slots), embeddings=bytes(4 * HIDDEN))
-    with pytest.raises(UnknownResult, match="are no embeddings"):
-        core.on_result(wrong)
-
-
-def test_embeddings_of_another_size_fail_the_step() -> None:
-    core, plan = pooling_step()
-    wrong = result_of(plan, (9, 10), embedding_slots=pack([0]), embeddings=bytes(4 * (HIDDEN + 1)))
-    with pytest.raises(UnknownResult, match="another size"):
+    wrong = result_of(plan, (9, 10), embedding_slots=pack(slots), embeddings=bytes(4 * size))
+    with pytest.raises(UnknownResult, match=says):
         core.on_result(wrong)
 
 

@@ -108,20 +108,6 @@ def test_later_plans_do_not_change_a_result(host: AsyncRunner) -> None:
     assert tokens(second.get())[c.slot] == alone(prompt(3, 9), GREEDY, 1)[0]
 
 
-def test_min_tokens_are_those_of_the_launch(host: AsyncRunner) -> None:
-    """Immutable result: a step uses the banned tokens of its own request, not those of the slot's next owner."""
-    free = alone(prompt(1, 6), GREEDY, 1)[0]
-    bound = SamplingParams(max_tokens=8, temperature=0.0, min_tokens=2, stop_token_ids=(free,))
-    host.device.compute.gate.clear()
-    a = host.plans.admit(prompt(1, 6), bound)
-    first = host.launch(a)
-    host.plans.release(a, reuse_slot=True)
-    second = host.launch(host.plans.admit(prompt(1, 6), GREEDY))
-    host.device.compute.gate.set()
-    assert tokens(first.get())[a.slot] == alone(prompt(1, 6), bound, 1)[0] != free
-    assert tokens(second.get())[a.slot] == free
-
-
 def test_results_come_in_the_order_of_launch(host: AsyncRunner) -> None:
     """Step order."""
     request = host.plans.admit(prompt(1, 6))

@@ -39,12 +39,7 @@ def test_the_bits_are_those_of_the_contract() -> None:
     got = bits(*keys(seeds, positions), np.arange(7))
     for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
         assert got[row].tolist() == [_reference(seed, position, token) for token in range(7)]
-
-
-def test_the_bits_never_change() -> None:
-    """A seed must give the same tokens in the next release."""
-    got = bits(*keys(np.array([42], np.uint64), np.array([17])), np.arange(3))
-    assert got[0].tolist() == [_reference(42, 17, token) for token in range(3)] == FIRST_BITS
+    assert [_reference(42, 17, token) for token in range(3)] == FIRST_BITS, "as in earlier releases"
 
 
 def test_uniform_is_inside_the_open_interval() -> None:

@@ -117,17 +117,15 @@ def _row(column: str, change: int) -> Callable[[DecodingRequests], None]:
     return make
 
 
-def _samples(running: DecodingRequests) -> None:
-    plan = running.plans.step(running.a, running.b)
-    run(running.runner, msgspec.structs.replace(plan, samples=b"\0\1"))
+def _columns(**columns: bytes) -> Callable[[DecodingRequests], None]:
+    def make(running: DecodingRequests) -> None:
+        run(running.runner, msgspec.structs.replace(running.plans.step(running.a, running.b), **columns))
+
+    return make
 
 
 def _block(slot: int, block: int) -> Callable[[DecodingRequests], None]:
-    def make(running: DecodingRequests) -> None:
-        plan = running.plans.step(running.a, running.b)
-        run(running.runner, msgspec.structs.replace(plan, block_slots=pack([slot]), block_ids=pack([block])))
-
-    return make
+    return _columns(block_slots=pack([slot]), block_ids=pack([block]))
 
 
 def _two_rows(running: DecodingRequests) -> None:
@@ -170,7 +168,7 @@ def _too_long(running: DecodingRequests) -> None:
         (_row("starts", 1), "slot 0: a row of 1 positions starts at 16, but 15 are computed"),
         (_row("starts", -1), "slot 0: a row of 1 positions starts at 14, but 15 are computed"),
         (_row("counts", 1), "slot 0: a row ends at 17, but only 16 tokens are known"),
-        (_samples, "slot 0: samples is False for a row that ends at 16 of 16 tokens"),
+        (_columns(samples=b"\0\1"), "slot 0: samples is False for a row that ends at 16 of 16 tokens"),
         (_block(0, BLOCKS), f"block {BLOCKS} does not exist"),
         (_block(5, 9), "block 9 is appended to slot 5, which is empty"),
         (_two_rows, "a slot has two rows in one step"),

@@ -36,9 +36,10 @@ def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
     assert sampled(np.array([1, 3, 3, 0], np.float32), temperature=0.0) == 1
 
 
-def test_sampling_reaches_every_token_and_greedy_one() -> None:
+def test_parameters_bind_the_draw() -> None:
     assert draw() == {0, 1, 2, 3}
-    assert draw(temperature=0.0) == {0}
+    assert draw(top_k=2) == {0, 1}
+    assert draw(temperature=0.05) == draw(temperature=0.0) == {0}
 
 
 @pytest.mark.parametrize(
@@ -66,10 +67,6 @@ def test_ties_with_the_last_kept_token_stay() -> None:
     assert kept(restrict(np.array([2, 1, 1, 0], np.float32), 2, 1.0, 0.0)) == [0, 1, 2]
 
 
-def test_filters_bind_the_draw() -> None:
-    assert draw(top_k=2) == {0, 1}
-
-
 def test_seed_and_position_decide() -> None:
     def once(seed: int, position: int) -> int:
         return sampled(LOGITS, position, seed=seed)
@@ -77,10 +74,6 @@ def test_seed_and_position_decide() -> None:
     first = [once(5, position) for position in range(50)]
     assert first == [once(5, position) for position in range(50)]
     assert first != [once(6, position) for position in range(50)]
-
-
-def test_a_low_temperature_sharpens() -> None:
-    assert draw(temperature=0.05) == {0}
 
 
 def test_forbidden_tokens_and_bitmasks() -> None:
@@ -143,12 +136,6 @@ def test_penalties_are_applied_as_documented(seed: int) -> None:
     row = adjusted(logits, params, prompt, output)
     assert row.tolist() == penalized(logits.tolist(), params, prompt.tolist(), output.tolist())
     assert row.dtype == np.float32
-
-
-def test_prompt_tokens_count_for_the_repetition_penalty_alone() -> None:
-    assert adjusted(LOGITS, requested(presence_penalty=2.0), ids(0), NOTHING).tolist() == LOGITS.tolist()
-    assert adjusted(LOGITS, requested(frequency_penalty=2.0), ids(0), NOTHING).tolist() == LOGITS.tolist()
-    assert adjusted(LOGITS, requested(repetition_penalty=2.0), ids(0), NOTHING)[0] == LOGITS[0] * 2
 
 
 def test_a_bias_is_added_and_only_allowed_tokens_remain() -> None:

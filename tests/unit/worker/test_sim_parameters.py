@@ -31,7 +31,10 @@ def greedy(**params: object) -> SamplingParams:
     return msgspec.structs.replace(GREEDY, **params)
 
 
-def test_the_slot_may_have_another_owner_when_the_device_samples() -> None:
+@pytest.mark.parametrize(
+    "rule", [{"logit_bias": ((11, 40.0), (12, 40.0))}, {"min_tokens": 2, "stop_token_ids": tuple(range(1, VOCAB))}]
+)
+def test_the_slot_may_have_another_owner_when_the_device_samples(rule: dict[str, object]) -> None:
     """Immutable result: a row uses the parameters of its launch."""
     device, plans, text = FakeDevice(), PlanBuilder(), prompt(1, 9)
     runner = sim_runner(make_device=lambda: device)
@@ -40,7 +43,7 @@ def test_the_slot_may_have_another_owner_when_the_device_samples() -> None:
         runner.execute_model(plans.step(request))
         return runner.sample_tokens(None)
 
-    first = plans.admit(text, greedy(logit_bias=((11, 4.0), (12, 4.0)), logprobs=2))
+    first = plans.admit(text, greedy(**rule, logprobs=2))
     device.compute.gate.clear()
     output = launch(first)
     plans.release(first, reuse_slot=True)
@@ -49,6 +52,7 @@ def test_the_slot_may_have_another_owner_when_the_device_samples() -> None:
     assert second.slot == first.slot
     device.compute.gate.set()
     (token,) = answer(text, first.params, 1)
+    assert [token] != answer(text, GREEDY, 1)
     assert tokens(output.get()) == {first.slot: token}
     assert_scored(scores(result_of(output))[first.slot, len(text)], text, token, 2)
     assert tokens(later.get()) == {second.slot: answer(prompt(2, 3), GREEDY, 1)[0]}

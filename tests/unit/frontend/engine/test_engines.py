@@ -111,6 +111,10 @@ class ScriptedEngine:
     def send_blocks(self, number: int, stored: list[bytes], removed: list[bytes] | None = None) -> None:
         self.server.send(self.peers[-1], CachedBlocks(number, b"".join(stored), b"".join(removed or [])))
 
+    def enter(self, phase: EnginePhase) -> None:
+        self.phase = phase
+        self.send_state()
+
     def close(self) -> None:
         self.server.close(0)
 
@@ -143,6 +147,13 @@ class Fleet:
         owner = self.engines[int(self.client.ledger.entry(stream.number).engine)]  # type: ignore[union-attr]
         return stream, owner, self.engines[1 - self.engines.index(owner)]
 
+    async def stream(self, *prompt: int) -> tuple[RecordingStream, ScriptedEngine, ScriptedEngine]:
+        """Submit a request; return as `submit` does, when its first token has arrived, which is 7."""
+        stream, owner, other = await self.submit([*prompt])
+        owner.send(stream.number, 0, 7)
+        await self.until(lambda: stream.output == [7])
+        return stream, owner, other
+
     def restart(self, engine: ScriptedEngine, incarnation: int, identity: str = MODEL) -> None:
         index = self.engines.index(engine)
         engine.close()
@@ -161,10 +172,15 @@ async def connected(client: EngineClient) -> AsyncIterator[asyncio.Task[None]]:
 
 
 @asynccontextmanager
-async def fleet(directory: Path, *identities: str, patience: float = 300.0) -> AsyncIterator[Fleet]:
+async def fleet(
+    directory: Path, *identities: str, patience: float = 300.0, serves: bool = True
+) -> AsyncIterator[Fleet]:
+    """`serves`: all engines are ready."""
     made = Fleet(directory, identities or (MODEL, MODEL), patience)
     try:
         async with connected(made.client):
+            if serves:
+                await made.serve()
             yield made
     finally:
         for engine in made.engines:
@@ -173,7 +189,6 @@ async def fleet(directory: Path, *identities: str, patience: float = 300.0) -> A
 
 async def moved_stream(engines: Fleet, how: str) -> RecordingStream:
     """Move a stream after two tokens; its former owner still sends tokens, and the end."""
-    await engines.serve()
     stream, owner, other = await engines.submit([1, 2])
     number = stream.number
     owner.send(number, 0, 7, 8)
@@ -181,8 +196,7 @@ async def moved_stream(engines: Fleet, how: str) -> RecordingStream:
     if how == "lost":
         owner.close()
     else:
-        owner.phase = EnginePhase.DRAINING if how == "drained" else EnginePhase.RECOVERING
-        owner.send_state()
+        owner.enter(EnginePhase.DRAINING if how == "drained" else EnginePhase.RECOVERING)
     await engines.until(lambda: other.requests)
     (again,) = other.requests
     assert (unpack(again.token_ids).tolist(), again.num_prompt_tokens) == ([1, 2, 7, 8], 2)
@@ -216,16 +230,14 @@ async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(
 
 async def test_no_stream_moves_to_another_model_and_no_request_goes_there(tmp_path: Path) -> None:
     """Not even when the engine with its model is gone, and a successor has other weights: it ends with an error."""
-    async with fleet(tmp_path, MODEL, OTHER_MODEL) as engines:
+    async with fleet(tmp_path, MODEL, OTHER_MODEL, serves=False) as engines:
         first, second = engines.engines
         second.phase = EnginePhase.LOADING
         await engines.until(lambda: engines.client.ready)
         second.phase = EnginePhase.READY
         await engines.serve()
-        stream, owner, other = await engines.submit([1])
+        stream, owner, other = await engines.stream(1)
         assert owner is first
-        owner.send(stream.number, 0, 7)
-        await engines.until(lambda: stream.output == [7])
         engines.restart(first, 20, OTHER_MODEL)
         await engines.until(lambda: stream.end is not None)
         assert "no other engine has the model" in stream.end.message  # type: ignore[union-attr]
@@ -234,26 +246,20 @@ async def test_no_stream_moves_to_another_model_and_no_request_goes_there(tmp_pa
 
 async def test_a_stream_whose_engine_returns_with_another_model_waits_for_its_own(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
-        await engines.serve()
-        stream, owner, other = await engines.submit([1])
-        owner.send(stream.number, 0, 7)
-        await engines.until(lambda: stream.output == [7])
+        stream, owner, other = await engines.stream(1)
         first, second = (engines.client.engines[str(engines.engines.index(engine))] for engine in (owner, other))
-        other.phase = EnginePhase.RECOVERING
-        other.send_state()
+        other.enter(EnginePhase.RECOVERING)
         await engines.until(lambda: not second.ready)
         engines.restart(owner, 20, OTHER_MODEL)
         await engines.until(lambda: first.state.identity == OTHER_MODEL and first.ready)
         assert stream.end is None
-        other.phase = EnginePhase.READY
-        other.send_state()
+        other.enter(EnginePhase.READY)
         await engines.until(lambda: other.requests)
         assert unpack(other.requests[0].token_ids).tolist() == [1, 7]
 
 
 async def test_a_request_that_kills_engine_after_engine_is_refused(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
-        await engines.serve()
         stream, victim, _ = await engines.submit([1])
         for attempt in range(1, SUSPECT_AFTER + 1):
             next_one = engines.engines[1 - engines.engines.index(victim)]
@@ -287,7 +293,6 @@ async def test_a_scheduler_without_workers_is_sent_nothing(tmp_path: Path) -> No
 
 async def test_an_engine_that_is_listed_no_longer_is_left_when_its_streams_have_moved(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
-        await engines.serve()
         stream, owner, other = await engines.submit([1])
         kept = engines.client.engines[str(engines.engines.index(other))]
         engines.client.engines.set_addresses([kept.address])
@@ -300,7 +305,6 @@ async def test_an_engine_that_is_listed_no_longer_is_left_when_its_streams_have_
 async def test_streams_leave_an_engine_that_gets_another_address(tmp_path: Path) -> None:
     """They wait for it no longer than for an engine that is lost."""
     async with fleet(tmp_path, patience=0.2) as engines:
-        await engines.serve()
         stream, owner, other = await engines.submit([1])
         addresses = {name: engine.address for name, engine in engines.client.engines.items()}
         name = str(engines.engines.index(owner))
@@ -314,14 +318,13 @@ async def test_streams_leave_an_engine_that_gets_another_address(tmp_path: Path)
 
 
 async def test_an_engine_that_has_failed_keeps_no_request_from_new_weights(tmp_path: Path) -> None:
-    async with fleet(tmp_path, MODEL, OTHER_MODEL) as engines:
+    async with fleet(tmp_path, MODEL, OTHER_MODEL, serves=False) as engines:
         first, second = engines.engines
         second.phase = EnginePhase.LOADING
         await engines.until(lambda: engines.client.ready)
         second.phase = EnginePhase.READY
         await engines.serve()
-        first.phase = EnginePhase.FAILED
-        first.send_state()
+        first.enter(EnginePhase.FAILED)
         await engines.until(lambda: engines.client.engines["0"].state.phase is EnginePhase.FAILED)
         first.close()
         await engines.until(lambda: engines.client.ready)
@@ -330,7 +333,7 @@ async def test_an_engine_that_has_failed_keeps_no_request_from_new_weights(tmp_p
 
 
 async def test_an_engine_that_was_never_there_keeps_no_request_from_new_weights(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as engines:
+    async with fleet(tmp_path, serves=False) as engines:
         engines.engines[1].close()
         await engines.until(lambda: engines.client.ready)
         engines.restart(engines.engines[0], 20, OTHER_MODEL)
@@ -344,11 +347,9 @@ async def test_a_partition_is_no_death(tmp_path: Path, monkeypatch: pytest.Monke
     were lost stays blamed."""
     monkeypatch.setattr(availability, "RECOVERY_GRACE", 0.1)
     async with fleet(tmp_path) as engines:
-        await engines.serve()
         stream, owner, other = await engines.submit([1])
         if loses_workers:
-            owner.phase = EnginePhase.RECOVERING
-            owner.send_state()
+            owner.enter(EnginePhase.RECOVERING)
             await engines.until(lambda: other.requests)
         engines.restart(owner, owner.incarnation, owner.identity)
         entry = engines.client.ledger.entry
@@ -360,7 +361,6 @@ async def test_a_partition_is_no_death(tmp_path: Path, monkeypatch: pytest.Monke
 async def test_a_drop_is_refused_while_an_engine_is_not_connected(tmp_path: Path) -> None:
     """Its workers may live, and the next scheduler would adopt the blocks."""
     async with fleet(tmp_path) as engines:
-        await engines.serve()
         engines.engines[1].close()
         await engines.until(lambda: not engines.client.engines["1"].connection.is_open)
         with pytest.raises(APIError, match="engine 1 is not connected"):
@@ -370,7 +370,6 @@ async def test_a_drop_is_refused_while_an_engine_is_not_connected(tmp_path: Path
 async def test_a_drop_fails_if_a_scheduler_is_replaced_meanwhile(tmp_path: Path) -> None:
     """The next one may load the blocks from an engine that had not dropped them."""
     async with fleet(tmp_path) as engines:
-        await engines.serve()
         control = engines.client.control_cache(lambda _, number: ControlCache(number, CacheAction.DROP), is_drop=True)
         asked = asyncio.create_task(control)
         first, second = engines.engines
@@ -435,7 +434,7 @@ async def test_blocks_that_an_engine_reports_attract_requests_of_their_salt_alon
 @pytest.mark.parametrize("knows", [True, False], ids=["this release", "an older one"])
 async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_there(tmp_path: Path, knows: bool) -> None:
     prompt = [*range(600)]
-    async with fleet(tmp_path) as engines:
+    async with fleet(tmp_path, serves=False) as engines:
         computing, decoding = engines.engines
         computing.role, computing.kv_peers, decoding.role = "prefill", ["tcp://peer"], "decode"
         decoding.loads_ahead = knows
@@ -460,7 +459,7 @@ async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_ther
 async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_no_former_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(tmp_path) as engines:
+    async with fleet(tmp_path, serves=False) as engines:
         first, second = engines.engines
         first.kv_peers, second.kv_peers = ["tcp://first"], ["tcp://second"]
         await engines.serve()
@@ -477,7 +476,6 @@ async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_
 
 async def test_a_request_that_engines_reject_goes_to_one_that_has_less_of_its_prompt(tmp_path: Path) -> None:
     async with fleet(tmp_path, MODEL, MODEL, MODEL) as engines:
-        await engines.serve()
         stream, owner, _ = await engines.submit([*range(400)])
         others = [*engines.engines]
         for _ in range(2):
@@ -491,11 +489,9 @@ async def test_a_request_that_engines_reject_goes_to_one_that_has_less_of_its_pr
 async def test_requests_are_shed_if_no_engine_that_could_get_them_has_room(tmp_path: Path, identity: str) -> None:
     """The other engine has no workers, or another model."""
     async with fleet(tmp_path, MODEL, identity) as engines:
-        await engines.serve()
         stream, owner, other = await engines.submit([1])
         if identity == MODEL:
-            other.phase = EnginePhase.RECOVERING
-            other.send_state()
+            other.enter(EnginePhase.RECOVERING)
             await engines.until(lambda: sum(engine.ready for engine in engines.client.engines.values()) == 1)
         owner.send(stream.number, 0, ends=True, why=FinishReason.REJECTED)
         await engines.until(lambda: stream.end is not None)
@@ -505,11 +501,9 @@ async def test_requests_are_shed_if_no_engine_that_could_get_them_has_room(tmp_p
 
 async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
-        await engines.serve()
         stream, owner, other = await engines.submit([1])
         owner.send(stream.number, 0, 7)
-        owner.phase = EnginePhase.FAILED
-        owner.send_state()
+        owner.enter(EnginePhase.FAILED)
         owner.send(stream.number, 1, ends=True, why=FinishReason.ERROR)
         await engines.until(lambda: other.requests)
         assert unpack(other.requests[0].token_ids).tolist() == [1, 7]
@@ -521,10 +515,7 @@ async def test_a_stream_for_which_no_other_engine_has_room_waits(
 ) -> None:
     monkeypatch.setattr(owners, "REJECTED_PAUSE", 0.1)
     async with fleet(tmp_path) as engines:
-        await engines.serve()
-        stream, owner, other = await engines.submit([1])
-        owner.send(stream.number, 0, 7)
-        await engines.until(lambda: stream.output == [7])
+        stream, owner, other = await engines.stream(1)
         owner.close()
         for attempt in range(1, 4):
             await engines.until(lambda: len(other.requests) == attempt)  # noqa: B023
@@ -538,7 +529,7 @@ async def test_a_stream_for_which_no_other_engine_has_room_waits(
 
 async def test_a_new_request_that_settings_refuse_goes_to_an_engine_with_others(tmp_path: Path) -> None:
     """One that no engine would serve is refused at once."""
-    async with fleet(tmp_path, MODEL, MODEL, MODEL) as engines:
+    async with fleet(tmp_path, MODEL, MODEL, MODEL, serves=False) as engines:
         engines.engines[2].adapted_modules = ("q_proj", "v_proj")
         await engines.serve()
         assert engines.client.adapted_modules == ["q_proj", "v_proj"], "the worker there would fail with another module"
@@ -554,8 +545,7 @@ async def test_a_new_request_that_settings_refuse_goes_to_an_engine_with_others(
         owner.refuse(stream.number, "no grammar", by_settings=False)
         await engines.until(lambda: stream.end is not None)
         assert sum(len(engine.requests) for engine in engines.engines) == 3
-        engines.engines[2].phase = EnginePhase.RECOVERING
-        engines.engines[2].send_state()
+        engines.engines[2].enter(EnginePhase.RECOVERING)
         await engines.until(lambda: not engines.client.engines["2"].ready)
         stream, owner, _ = await engines.submit([1, 2])
         owner.refuse(stream.number, "too long")
@@ -574,13 +564,9 @@ async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(
     The workers of one that ends it with an error cannot load its adapter."""
     changed = how.endswith("changed")
     async with fleet(tmp_path, patience=300.0 if changed else 0.2) as engines:
-        await engines.serve()
-        stream, owner, other = await engines.submit([1, 2])
-        owner.send(stream.number, 0, 7)
-        await engines.until(lambda: stream.output == [7])
+        stream, owner, other = await engines.stream(1, 2)
         if how.startswith("drained"):
-            owner.phase = EnginePhase.DRAINING
-            owner.send_state()
+            owner.enter(EnginePhase.DRAINING)
         else:
             owner.close()
         await engines.until(lambda: other.requests)
@@ -608,10 +594,7 @@ async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(
 
 async def test_a_stream_whose_connection_breaks_while_its_engine_drains_goes_on_there(tmp_path: Path) -> None:
     async with fleet(tmp_path, MODEL, "other") as engines:
-        await engines.serve()
-        stream, owner, _ = await engines.submit([1])
-        owner.send(stream.number, 0, 7)
-        await engines.until(lambda: stream.output == [7])
+        _, owner, _ = await engines.stream(1)
         index = engines.engines.index(owner)
         engines.restart(owner, owner.incarnation, owner.identity)
         engines.engines[index].phase = EnginePhase.DRAINING

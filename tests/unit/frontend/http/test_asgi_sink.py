@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.frontend.http.asgi_sink import FULL_BYTES, ASGISink
+from tests.unit.frontend.engine.test_streams import turns
 
 
 class SlowServer:
@@ -22,20 +23,15 @@ class SlowServer:
         self.bodies.append(message["body"])
 
 
-async def turns() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 async def test_writes_while_a_message_is_sent_are_joined_and_all_are_sent() -> None:
     server = SlowServer()
     server.allowed.release()
     async with ASGISink.open(server.send) as sink:
         write = sink.body_writer()
         write(b"a")
-        await turns()
+        await turns(5)
         write(b"b")
-        await turns()
+        await turns(5)
         write(b"c")
         write(b"d")
         server.allowed.release()
@@ -49,15 +45,15 @@ async def test_a_sink_is_full_until_the_server_has_taken_its_bytes() -> None:
     async with ASGISink.open(server.send) as sink:
         sink.on_writable = lambda: called.append(len(server.bodies))
         sink.write(b"a")
-        await turns()
+        await turns(5)
         assert not sink.is_full
         sink.write(bytes(FULL_BYTES + 1))
         assert sink.is_full
         server.allowed.release()
-        await turns()
+        await turns(5)
         assert (sink.is_full, called) == (True, []), "the long one is being sent"
         server.allowed.release()
-        await turns()
+        await turns(5)
         assert (sink.is_full, called) == (False, [2])
 
 
@@ -84,7 +80,7 @@ async def test_a_cancelled_response_does_not_wait_for_the_server() -> None:
             await asyncio.Event().wait()
 
     task = asyncio.create_task(respond())
-    await turns()
+    await turns(5)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -188,17 +188,6 @@ def test_streams_move_from_an_engine_that_is_lost_or_drains(condition: Condition
     assert placement.moves() == []
 
 
-def test_streams_of_a_removed_engine_move_when_another_one_is_ready() -> None:
-    placement = core("a")
-    placement.place(1, LONG)
-    placement.on_engine_removed("a")
-    assert placement.moves() == []
-    placement.on_engine("b", report(identity="other"))
-    assert placement.moves() == []
-    placement.on_engine("c", report())
-    assert placement.moves() == [Move(1, "a", "c", Reason.LOST)]
-
-
 def test_a_stream_of_an_unknown_model_stays() -> None:
     placement = core()
     placement.on_engine("a", report(identity=""))

@@ -41,13 +41,6 @@ TEMPLATES = {
         "{%- macro say(m) -%}<{{ m['role'][0] | upper }}>{{ m['content'] }}{%- endmacro -%}"
         "{%- for m in messages[1:] -%}{{ say(m) }}{%- endfor -%}"
     ),
-    "gemma": (
-        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% else %}"
-        "{% set loop_messages = messages %}{% endif %}{% for message in loop_messages %}"
-        "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
-        "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"
-    ),
     "qwen3 thinking": (
         "{%- set ns = namespace(last=messages|length - 1) %}{%- for message in messages[::-1] %}"
         "{%- set index = (messages|length - 1) - loop.index0 %}"
@@ -64,7 +57,6 @@ TEMPLATES = {
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     ),
-    "tools absent": "{% if tools is not none and tools %}tools{% else %}none{% endif %}{{ messages | length }}",
 }
 
 

@@ -1,11 +1,11 @@
 """Texts and bytes of single tokens, in both kinds of vocabularies."""
 
-import json
 from pathlib import Path
 
 from services.checkpoint import DEMO_MODEL
 from services.frontend.text.token_texts import TokenText, TokenTexts
 from services.frontend.text.tokenizer import Tokenizer
+from tests.unit.frontend.text.test_tokenizer import with_byte_fallback
 
 TEXT = "Grüße, 世界! 👩‍👩‍👧 ok"
 
@@ -28,32 +28,10 @@ def test_special_tokens_have_a_text_and_unknown_ids_have_none() -> None:
 
 def test_words_keep_their_space_and_byte_tokens_are_bytes(tmp_path: Path) -> None:
     """Such a tokenizer strips the space before the first word of a text."""
-    pieces = ["<unk>", "<0xE4>", "<0xB8>", "<0x96>", "▁the", "the", "a", "▁a", "▁"]
-    layout = {
-        "version": "1.0", "truncation": None, "padding": None, "pre_tokenizer": None, "post_processor": None,
-        "added_tokens": [
-            {"id": 0, "content": "<unk>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-             "special": True},
-        ],
-        "normalizer": {"type": "Sequence", "normalizers": [
-            {"type": "Prepend", "prepend": "▁"},
-            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        ]},
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"}, {"type": "Fuse"},
-            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-        ]},
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True,
-            "vocab": {piece: i for i, piece in enumerate(pieces)}, "merges": [["▁", "a"]],
-        },
-    }  # fmt: skip
-    (tmp_path / "tokenizer.json").write_text(json.dumps(layout))
-    tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.decode([4], show_special=True) == "the"
+    tokenizer, a, word = with_byte_fallback(tmp_path), 260, 262
+    assert tokenizer.decode([word], show_special=True) == "a"
     vocabulary = TokenTexts(tokenizer)
-    assert [vocabulary[token] for token in (4, 5)] == [TokenText(" the", b" the"), TokenText("the", b"the")]
-    assert b"".join(vocabulary[token].raw for token in (1, 2, 3)).decode() == "世"
-    assert vocabulary[1].text == "\ufffd"
+    assert [vocabulary[token] for token in (word, a)] == [TokenText(" a", b" a"), TokenText("a", b"a")]
+    parts = [vocabulary[3 + byte] for byte in "世".encode()]
+    assert b"".join(part.raw for part in parts).decode() == "世"
+    assert parts[0].text == "\ufffd"

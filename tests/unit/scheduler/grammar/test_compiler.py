@@ -19,7 +19,6 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.grammar import compiler as compiler_module
 from services.scheduler.grammar.base import OVERLOADED
 from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache
-from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.trial.child import FAILPOINT
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.requests import generate
@@ -146,21 +145,17 @@ def test_full_queue_refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_requests_of_a_lost_scheduler_find_room_whatever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_WAITING", 1)
-    compiler = GrammarCompiler(VOCABULARY)
-    compiler.set_vocab_size(N_VOCAB)
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, num_blocks=64, block_size=4)
-    core = EngineCore(limits, ChunkedPolicy(), 2, N_VOCAB, compiler=compiler)
-    try:
+    with new_compiler() as compiler:
+        core = EngineCore(limits, ChunkedPolicy(), 2, N_VOCAB, compiler=compiler.inner)
         for number in range(8):
             text = f"text {number}"
             tokens, grammar = [1, *tokens_of(text)[:1]], StructuredOutputParams(REGEX, text)
             core.add(0, generate(tokens, number, prompt=1, max_tokens=9, structured=grammar, age=1.0))
         monkeypatch.setattr(compiler_module, "WAITING_SECONDS", -1.0)
-        for ticket, found in wait(compiler, *range(1, 9)).items():
+        for ticket, found in wait(compiler.inner, *range(1, 9)).items():
             core.on_grammar(ticket, found)
         assert len(core.store.waiting) == 8
-    finally:
-        compiler.close()
 
 
 def test_cancelled_grammar_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,17 +203,11 @@ def test_grammar_that_waited_too_long_is_refused(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("width", [VOCABULARY.num_tokens - 1, 32])
 def test_tokenizer_larger_than_the_model_is_refused_with_both_sizes(width: int) -> None:
-    compiler = GrammarCompiler(VOCABULARY)
-    try:
-        compiler.set_vocab_size(N_VOCAB)  # of config.json, before the workers are there
-        compiler.set_vocab_size(width)
-        compiler.submit(1, StructuredOutputParams(REGEX, "a"), ())
-        ((_, refusal),) = compiler.take()
-        assert isinstance(refusal, str)
+    with new_compiler() as compiler:  # with the width of config.json, before the workers are there
+        compiler.inner.set_vocab_size(width)
+        refusal = compiler.refusal(REGEX, "a")
         assert "tokenizer has 4096 tokens" in refusal
         assert str(width) in refusal
-    finally:
-        compiler.close()
 
 
 def test_file_descriptor_is_readable_until_the_result_is_taken(compiler: CompilerClient) -> None:
