@@ -91,7 +91,9 @@ class TraceWriter:
         lanes = self._lanes[process]
         first, ends = lanes.setdefault(lane, (1 + APART * len(lanes), []))
         free = next((number for number, end in enumerate(ends) if end <= began), len(ends))
-        ends[free : free + 1] = [max(began, ended)]
+        if free == len(ends):
+            ends.append(0.0)
+        ends[free] = max(began, ended)
         self._slice_of(process, first + free, name, began, ended, args)
         return first + free
 

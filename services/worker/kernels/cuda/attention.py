@@ -102,7 +102,7 @@ class PagedAttention(Attention):
         self, layer: int, tiles: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None,
         *, least: int, most: int, rows: int, programs: int, splits: int
     ) -> None:  # fmt: skip
-        """Launch `attention_kernel`, whose numbers these are."""
+        """Launch `attention_kernel` with these numbers."""
         b, head_dim = self._buffers, self._head_dim
         width = max(LEAST_ROWS, triton.next_power_of_2(head_dim))
         parts = b.parts, b.maxima, b.sums

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class GraphRecording(Recording[T]):
-    """Operations over "tokens", "tiles" and "sampled". Its operations are the same for every step of a size.
+    """Operations over "tokens", "tiles" and "sampled", the same ones for every step of a size.
 
     Args:
         plan: the sizes that are captured; other steps launch their kernels one by one.

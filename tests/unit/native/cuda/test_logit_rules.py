@@ -24,7 +24,7 @@ RULES = [
     LogitRule(PROMPT, banned=i32(0, 12), banned_until=12),
     LogitRule(
         PROMPT, allowed=i32(*range(0, VOCAB, 2)), bad_words=(i32(4), i32(2, 8)), banned=i32(6), banned_until=50,
-        biased=i32(8, 10), biases=np.array([3.0, 1.0], np.float32), penalizes=True, repetition=1.2, presence=0.4,
+        biased=i32(6, 10), biases=np.array([3.0, 1.0], np.float32), penalizes=True, repetition=1.2, presence=0.4,
     ),
 ]  # fmt: skip
 

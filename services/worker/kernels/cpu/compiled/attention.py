@@ -149,8 +149,9 @@ def _score(
         sums = [[cgutils.alloca_once(builder, VF) for _ in ("even", "odd")] for _ in range(rows)]
         starts = [builder.add(queries, times(builder, dim, 4 * row)) for row in range(rows)]
         with cgutils.for_range(builder, builder.udiv(lanes, ir.Constant(I64, 16))) as outer:
-            for place in (place for both in sums for place in both):
-                builder.store(ir.Constant(VF, None), place)
+            for both in sums:
+                for place in both:
+                    builder.store(ir.Constant(VF, None), place)
             with cgutils.for_range(builder, builder.udiv(dim, ir.Constant(I64, 2))) as loop:
                 for number in range(2):
                     d = moved(builder, times(builder, loop.index, 2), number)
@@ -233,12 +234,12 @@ def _average(
                 j = builder.add(begin, loop.index)
                 value_at = builder.add(block, times(builder, builder.mul(j, dim), bytes_))
                 lanes_at = [moved(builder, value_at, 16 * bytes_ * number) for number in range(vectors)]
-                found = [simd.build_load(builder, at, VF, half) for at in lanes_at]
+                loaded = [simd.build_load(builder, at, VF, half) for at in lanes_at]
                 weight_at = builder.add(weights, times(builder, builder.add(builder.mul(outer.index, lanes), j), 4))
                 weights_at = [builder.add(weight_at, times(builder, stride, row)) for row in range(rows)]
                 factors = [spread(builder, load(builder, at, F32, 4), VF) for at in weights_at]
                 for number, place in enumerate(places):
-                    factor, value = factors[number // vectors], found[number % vectors]
+                    factor, value = factors[number // vectors], loaded[number % vectors]
                     builder.store(simd.build_fma(builder, factor, value, builder.load(place)), place)
         for number, place in enumerate(places):
             store(builder, builder.load(place), moved(builder, sums, 64 * number), 4)
