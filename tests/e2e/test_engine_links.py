@@ -101,6 +101,7 @@ async def test_late_answers_of_an_engine_that_does_not_hear_of_a_move_are_droppe
     try:
         async with services.async_client() as client:
             assert await answers(client, disturb) == undisturbed
+        wait_until(lambda: engines_of(services)["0"]["state"] == "gone", "its silence is noticed")
     finally:
         do(link.restore())
         run_command("drain", "0", services.url, "--cancel")
