@@ -2,8 +2,7 @@
 
 A new request replaces each finished one, so prefill chunks and decode batches alternate all the time. Ranks are
 processes on this machine, and each compares its results with all others in every step; the times of the device are
-those of the cost model. *Idle* is the time in which the device has no work and its rank waits for a plan; *not busy* is
-all time between steps, including the time in which ranks wait for one another.
+those of the cost model. *Idle* is the time in which the device has no work and its rank waits for a plan.
 """
 
 import argparse
@@ -47,8 +46,7 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
             client.generate(tokens, number, int(rng.integers(args.output // 2, args.output)))
         while client.finished < args.total:
             client.receive()
-        found = client.window(args.requests)
-    return {**found, "not_busy": 1 - found["busy_fraction"]}
+        return client.window(args.requests)
 
 
 def main() -> None:
@@ -73,8 +71,7 @@ def main() -> None:
         figures={
             f"idle_depth{depth}": {str(ranks): median[ranks][depth]["idle_fraction"] for ranks in SIZES}
             for depth in DEPTHS
-        }
-        | {"not_busy_depth2": {str(ranks): median[ranks][2]["not_busy"] for ranks in SIZES}},
+        },
         settings={"block": BLOCK, "chunk": CHUNK, **vars(args)},
         repeats={str(ranks): {str(depth): runs[ranks][depth] for depth in DEPTHS} for ranks in SIZES},
     )

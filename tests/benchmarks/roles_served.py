@@ -1,8 +1,7 @@
 """Two engines with short streams and long prompts: prefill apart from decode, prompts in chunks, and whole prompts.
 
 The engines are `sim`: real services that sleep as long as a device would compute, and fetch real (small) blocks. The
-figures are the times between two tokens of the short streams, the times to the first token of the long prompts, and
-the share of the blocks that the engine which decodes has asked for and got.
+figures are the times between two tokens of the short streams, and the times to the first token of the long prompts.
 """
 
 import argparse
@@ -41,8 +40,6 @@ class MixedLoad:
         """Seconds between two tokens of short streams, without the first ones."""
         self.first: list[float] = []
         """Seconds to the first token of long prompts."""
-        self.second: list[float] = []
-        """Seconds from there to the second one."""
 
     async def _times(self, http: aiohttp.ClientSession, prompt: list[int], tokens: int) -> list[float]:
         """Return when the request was sent, and when each piece of its answer came."""
@@ -69,7 +66,6 @@ class MixedLoad:
     async def _long(self, http: aiohttp.ClientSession) -> None:
         times = await self._times(http, self._prompt(self._args.prompt), 16)
         self.first.append(times[1] - times[0])
-        self.second.append(times[2] - times[1])
 
     async def run(self) -> None:
         timeout = aiohttp.ClientTimeout(total=300)
@@ -99,16 +95,13 @@ def measured(mode: str, args: argparse.Namespace) -> dict[str, float | str]:
         wait_until(lambda: total(page(), "runahead:engine_ready") == 2, "both engines are ready")
         load = MixedLoad(url, args)
         asyncio.run(load.run())
-        hits, queries = (total(page(), f"vllm:external_prefix_cache_{name}_total") for name in ("hits", "queries"))
     return {
         "mode": mode,
         "gap p50, ms": 1e3 * float(np.percentile(load.gaps, 50)),
         "gap p99, ms": 1e3 * float(np.percentile(load.gaps, 99)),
         "gap p99.9, ms": 1e3 * float(np.percentile(load.gaps, 99.9)),
         "long: TTFT p50, s": float(np.median(load.first)),
-        "long: second token p50, s": float(np.median(load.second)),
         "long prompts": float(len(load.first)),
-        "fetched, %": 100 * hits / (queries or 1.0),
     }
 
 

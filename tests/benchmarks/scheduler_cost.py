@@ -98,7 +98,6 @@ def run(running: int) -> dict[str, float]:
     us = 1e6
     return {
         "step_us": us * (statistics.mean(schedule_s) + statistics.mean(update_s)),
-        "step_median_us": us * statistics.median(a + b for a, b in zip(schedule_s, update_s, strict=True)),
         "schedule_us": us * statistics.mean(schedule_s),
         "update_us": us * statistics.mean(update_s),
         "plan_bytes": statistics.mean(sizes),
@@ -249,7 +248,6 @@ def main() -> None:
                 running: statistics.median(row["recorded_turn_us"] / row["turn_us"] for row in rows)
                 for running, rows in repeats.items()
             },
-            "growth_256_to_1024": best["1024"]["step_us"] / best["256"]["step_us"],
         },
         settings={"prompt": PROMPT, "steps": STEPS, "block_size": BLOCK_SIZE, "in_flight": 2, "prefix_caching": True},
         repeats=repeats,
