@@ -7,7 +7,7 @@ runs beside it, which writes every token; it gets equal tokens at the same pace 
 (support/vllm_paced.py). The servers of a case take turns.
 
 `per_core_s` is tokens per second of the server process's CPU time, from the first token of the last stream until all
-have ended; `whole` includes the cost of the requests: HTTP and tokenisation. The report has the load of the machine.
+have ended. The report has the load of the machine.
 """
 
 import argparse
@@ -114,8 +114,7 @@ class _Reader:
         self.is_opened = self.is_opened or MARK in part
         return part.endswith(b"0\r\n\r\n")
 
-    def text(self) -> tuple[str, int]:
-        """Return the text, and the number of chunks of the response."""
+    def text(self) -> str:
         head, _, rest = b"".join(self.parts).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
         chunks = []
@@ -129,11 +128,11 @@ class _Reader:
         assert done == MARK + b"[DONE]"
         assert nothing == b""
         choices = [choice for event in events for choice in json.loads(event.removeprefix(MARK))["choices"]]
-        return "".join(choice["text"] for choice in choices), len(chunks)
+        return "".join(choice["text"] for choice in choices)
 
 
 def read_all(pipe: multiprocessing.connection.Connection) -> None:
-    """Send "opened" when each stream has shown text, "ended" when all are complete, then the number of chunks."""
+    """Send "opened" when each stream has shown text, "ended" when all are complete, "equal" when they are checked."""
     while (job := pipe.recv()) is not None:
         url, case = job
         address = urlsplit(url)
@@ -153,13 +152,10 @@ def read_all(pipe: multiprocessing.connection.Connection) -> None:
         pipe.send("ended")
         tokenizer = Tokenizer(DEMO_MODEL)
         expected = tokenizer.decode(output_ids(tokenizer, case.tokens))
-        chunks = 0
         for reader in readers:
-            text, count = reader.text()
-            assert text == expected, "an answer differs from the engine's text"
-            chunks += count
+            assert reader.text() == expected, "an answer differs from the engine's text"
             reader.socket.close()
-        pipe.send(chunks)
+        pipe.send("equal")
 
 
 # The engine: a double of the scheduler.
@@ -313,7 +309,6 @@ def round_of(
     engine: Player,
     clients: multiprocessing.connection.Connection,
 ) -> dict[str, float]:
-    began = cpu(process)
     clients.send((url, case))
     engine.begin(case)
     assert clients.recv() == "opened"
@@ -321,14 +316,12 @@ def round_of(
     engine.go_on(case)
     assert clients.recv() == "ended"
     ended, stopped = cpu(process), time.perf_counter()
-    chunks = clients.recv()
+    assert clients.recv() == "equal"
     after_first = case.streams * (case.tokens - 1)
     return {
         "tokens_per_s": after_first / (stopped - started),
         "cores": (ended - opened) / (stopped - started),
         "per_core_s": after_first / max(ended - opened, CLOCK_TICK),
-        "whole": case.streams * case.tokens / (ended - began),
-        "per_write": case.streams * case.tokens / chunks,
     }
 
 

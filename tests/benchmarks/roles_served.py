@@ -33,9 +33,13 @@ MODES = {
 }
 
 
+STREAMS, PROMPT = 16, 4000
+"""Short streams that are always open; tokens of a long prompt, of which one comes per second."""
+
+
 class MixedLoad:
     def __init__(self, url: str, args: argparse.Namespace) -> None:
-        self._url, self._args, self._rng = url, args, random.Random(args.seed)
+        self._url, self._args, self._rng = url, args, random.Random(0)
         self.gaps: list[float] = []
         """Seconds between two tokens of short streams, without the first ones."""
         self.first: list[float] = []
@@ -64,7 +68,7 @@ class MixedLoad:
             self.gaps += np.diff(times[2:]).tolist()
 
     async def _long(self, http: aiohttp.ClientSession) -> None:
-        times = await self._times(http, self._prompt(self._args.prompt), 16)
+        times = await self._times(http, self._prompt(PROMPT), 16)
         self.first.append(times[1] - times[0])
 
     async def run(self) -> None:
@@ -73,12 +77,12 @@ class MixedLoad:
             async with http.get(f"{self._url}/v1/models") as response:
                 self._model = (await response.json())["data"][0]["id"]
             until = time.monotonic() + self._args.seconds
-            arrivals = random.Random(self._args.seed)  # the same in every mode
-            tasks = [asyncio.create_task(self._short(http, until)) for _ in range(self._args.streams)]
+            arrivals = random.Random(0)  # the same in every mode
+            tasks = [asyncio.create_task(self._short(http, until)) for _ in range(STREAMS)]
             await asyncio.sleep(1.0)
             while time.monotonic() < until:
                 tasks.append(asyncio.create_task(self._long(http)))
-                await asyncio.sleep(arrivals.expovariate(self._args.prompts_per_second))
+                await asyncio.sleep(arrivals.expovariate(1.0))
             await asyncio.gather(*tasks)
 
 
@@ -97,21 +101,15 @@ def measured(mode: str, args: argparse.Namespace) -> dict[str, float | str]:
         asyncio.run(load.run())
     return {
         "mode": mode,
-        "gap p50, ms": 1e3 * float(np.percentile(load.gaps, 50)),
         "gap p99, ms": 1e3 * float(np.percentile(load.gaps, 99)),
         "gap p99.9, ms": 1e3 * float(np.percentile(load.gaps, 99.9)),
         "long: TTFT p50, s": float(np.median(load.first)),
-        "long prompts": float(len(load.first)),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=40)
-    parser.add_argument("--streams", type=int, default=16, help="short streams that are always open")
-    parser.add_argument("--prompts-per-second", type=float, default=1.0)
-    parser.add_argument("--prompt", type=int, default=4000, help="tokens of a long prompt")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rows = {mode: measured(mode, args) for mode in MODES}
 
