@@ -36,13 +36,8 @@ class AttentionLoad:
 
 
 LOADS = {
-    "m155, decode 1 x 1,024": AttentionLoad(16, 8, 1, 1023, 1),
     "m155, decode 16 x 1,024": AttentionLoad(16, 8, 16, 1023, 1),
-    "m155, decode 16 x 128": AttentionLoad(16, 8, 16, 127, 1),
-    "SmolLM2, decode 8 x 512": AttentionLoad(9, 3, 8, 511, 1),
-    "8 heads of their own, decode 8 x 512": AttentionLoad(8, 8, 8, 511, 1),
     "m155, prefill 1,024": AttentionLoad(16, 8, 1, 0, 1024),
-    "SmolLM2, prefill 256": AttentionLoad(9, 3, 1, 0, 256),
 }
 
 

@@ -39,8 +39,6 @@ ROUTERS = {
     "smg": ("bin/python", "-m", "smg", "launch"),
 }
 OURS, HOST = "runahead", "127.0.0.1"
-WORDS = 12
-"""Tokens of a sentence, about."""
 
 
 @dataclass(frozen=True)

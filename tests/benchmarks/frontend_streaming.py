@@ -1,13 +1,13 @@
 """Cost of a streamed token in the frontend: a real frontend process, real sockets on both sides, no model.
 
-A scripted engine sends one message per step with a token of each of 256 streams. A separate process reads all responses
-as HTTP/1.1 with server-sent events and checks that each has exactly the expected text. Steps are sent at a fixed pace,
-or as fast as the frontend reads them. Under load the frontend joins tokens in one write, so it also runs with a write
-for every token. With `--vllm`, vLLM's API server runs beside it, which writes every token; it gets equal tokens at the
-same pace from a FAKE engine in its process (support/vllm_paced.py). The servers of a case take turns.
+A scripted engine sends one message per step with a token of each of 256 streams, at a fixed pace. A separate process
+reads all responses as HTTP/1.1 with server-sent events and checks that each has exactly the expected text. Under load
+the frontend joins tokens in one write, so it also runs with a write for every token. With `--vllm`, vLLM's API server
+runs beside it, which writes every token; it gets equal tokens at the same pace from a FAKE engine in its process
+(support/vllm_paced.py). The servers of a case take turns.
 
 `per_core_s` is tokens per second of the server process's CPU time, from the first token of the last stream until all
-have ended; `whole` includes the cost of the requests: HTTP and tokenisation. The report has the load of the machine.
+have ended. The report has the load of the machine.
 """
 
 import argparse
@@ -70,12 +70,10 @@ class StreamingCase:
 
     name: str
     streams: int
-    choices: int
-    """Streams per connection."""
     tokens: int
     """Tokens per stream."""
     pace: float
-    """Seconds between steps; 0: as fast as they are read."""
+    """Seconds between steps."""
 
 
 def output_ids(tokenizer: Tokenizer, count: int) -> list[int]:
@@ -92,10 +90,9 @@ class _Reader:
     def __init__(self, address: tuple[str, int], case: StreamingCase) -> None:
         self.socket = socket.create_connection(address)
         self.parts: list[bytes] = []
-        self.opened = 0
-        self.writes = 0
+        self.is_opened = False
         body = {
-            "prompt": [f"Stream {index} of this connection." for index in range(case.choices)],
+            "prompt": "One stream of this connection.",
             "stream": True,
             "max_tokens": case.tokens,
             "temperature": 0.0,
@@ -114,11 +111,10 @@ class _Reader:
         if not part:
             raise ConnectionError(f"the frontend closed a connection after {b''.join(self.parts)[-300:]!r}")
         self.parts.append(part)
-        self.opened += part.count(MARK)
+        self.is_opened = self.is_opened or MARK in part
         return part.endswith(b"0\r\n\r\n")
 
-    def texts(self) -> tuple[dict[int, str], int]:
-        """Return the text of each choice, and the number of chunks of the response."""
+    def text(self) -> str:
         head, _, rest = b"".join(self.parts).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
         chunks = []
@@ -128,22 +124,19 @@ class _Reader:
                 break
             chunks.append(rest[:length])
             rest = rest[length + 2 :]
-        texts: dict[int, str] = {}
         *events, done, nothing = b"".join(chunks).split(b"\n\n")
         assert done == MARK + b"[DONE]"
         assert nothing == b""
-        for event in events:
-            for choice in json.loads(event.removeprefix(MARK))["choices"]:
-                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-        return texts, len(chunks)
+        choices = [choice for event in events for choice in json.loads(event.removeprefix(MARK))["choices"]]
+        return "".join(choice["text"] for choice in choices)
 
 
 def read_all(pipe: multiprocessing.connection.Connection) -> None:
-    """Send "opened" when each stream has shown text, "ended" when all are complete, then the number of chunks."""
+    """Send "opened" when each stream has shown text, "ended" when all are complete, "equal" when they are checked."""
     while (job := pipe.recv()) is not None:
         url, case = job
         address = urlsplit(url)
-        readers = [_Reader((address.hostname, address.port), case) for _ in range(case.streams // case.choices)]
+        readers = [_Reader((address.hostname, address.port), case) for _ in range(case.streams)]
         waiting, is_opened = len(readers), False
         with selectors.DefaultSelector() as selector:
             for reader in readers:
@@ -153,19 +146,16 @@ def read_all(pipe: multiprocessing.connection.Connection) -> None:
                     if key.data.read():
                         selector.unregister(key.fileobj)
                         waiting -= 1
-                if not is_opened and all(reader.opened >= case.choices for reader in readers):
+                if not is_opened and all(reader.is_opened for reader in readers):
                     is_opened = True
                     pipe.send("opened")
         pipe.send("ended")
         tokenizer = Tokenizer(DEMO_MODEL)
         expected = tokenizer.decode(output_ids(tokenizer, case.tokens))
-        chunks = 0
         for reader in readers:
-            texts, count = reader.texts()
-            assert list(texts.values()) == [expected] * case.choices, "an answer differs from the engine's text"
-            chunks += count
+            assert reader.text() == expected, "an answer differs from the engine's text"
             reader.socket.close()
-        pipe.send(chunks)
+        pipe.send("equal")
 
 
 # The engine: a double of the scheduler.
@@ -234,9 +224,8 @@ class UniformEngine:
     def go_on(self, case: StreamingCase) -> None:
         due = time.perf_counter()
         while self._frames:
-            if case.pace:
-                due += case.pace
-                time.sleep(max(0.0, due - time.perf_counter()))
+            due += case.pace
+            time.sleep(max(0.0, due - time.perf_counter()))
             self.send(self._frames.popleft())
 
     def steps(self, count: int) -> list[bytes]:
@@ -320,7 +309,6 @@ def round_of(
     engine: Player,
     clients: multiprocessing.connection.Connection,
 ) -> dict[str, float]:
-    began = cpu(process)
     clients.send((url, case))
     engine.begin(case)
     assert clients.recv() == "opened"
@@ -328,14 +316,12 @@ def round_of(
     engine.go_on(case)
     assert clients.recv() == "ended"
     ended, stopped = cpu(process), time.perf_counter()
-    chunks = clients.recv()
+    assert clients.recv() == "equal"
     after_first = case.streams * (case.tokens - 1)
     return {
         "tokens_per_s": after_first / (stopped - started),
         "cores": (ended - opened) / (stopped - started),
         "per_core_s": after_first / max(ended - opened, CLOCK_TICK),
-        "whole": case.streams * case.tokens / (ended - began),
-        "per_write": case.streams * case.tokens / chunks,
     }
 
 
@@ -367,7 +353,7 @@ def vllm(case: StreamingCase) -> Iterator[tuple[psutil.Process, str, _FakeEngine
 
 def rounds(case: StreamingCase, repeats: int, with_vllm: bool) -> dict[str, list[dict[str, float]]]:
     """Run `round_of` on each server in turn and return the metrics by server."""
-    warm_up = StreamingCase("warm-up", case.streams, case.choices, min(32, case.tokens), case.pace)
+    warm_up = StreamingCase("warm-up", case.streams, min(32, case.tokens), case.pace)
     with ExitStack() as stack:
         clients = stack.enter_context(client_process())
         servers: dict[str, tuple[psutil.Process, str, Player]] = {
@@ -392,31 +378,26 @@ def main() -> None:
     args = parser.parse_args()
     streams, tokens = args.streams, args.tokens
     cases = [
-        StreamingCase("1 a connection, step 37.6 ms", streams, 1, tokens, streams / 6_800),
-        StreamingCase("4 a connection, step 37.6 ms", streams, 4, tokens, streams / 6_800),
-        StreamingCase("1 a connection, step 15 ms", streams, 1, tokens, 0.015),
-        StreamingCase("4 a connection, step 15 ms", streams, 4, tokens, 0.015),
-        StreamingCase("1 a connection, unpaced", streams, 1, 4 * tokens, 0.0),
+        StreamingCase("1 a connection, step 37.6 ms", streams, tokens, streams / 6_800),
+        StreamingCase("1 a connection, step 15 ms", streams, tokens, 0.015),
     ]
     rows: list[dict[str, object]] = []
     repeats: dict[str, list[dict[str, float]]] = {}
-    over: dict[str, dict[str, dict[str, float]]] = {"over_a_write_per_token": {}, "over_vllm": {}}
+    over_vllm: dict[str, dict[str, float]] = {}
     for case in (each for each in cases if args.only in each.name):
-        per_core_s: dict[str, float] = {}
-        for name, found in rounds(case, args.repeats, args.vllm).items():
-            repeats[f"{case.name}, {name}"] = found
-            median = medians(found)
-            per_core_s[name] = median["per_core_s"]
-            rows.append({"streams": case.name, "server": name, **median})
-        for figure, base in zip(over, (PER_TOKEN, PEER), strict=True):
-            over[figure][case.name] = {
-                name: value / per_core_s[base] for name, value in per_core_s.items() if base in per_core_s
+        found = rounds(case, args.repeats, args.vllm)
+        repeats |= {f"{case.name}, {name}": each for name, each in found.items()}
+        median = {name: medians(each) for name, each in found.items()}
+        rows += [{"streams": case.name, "server": name, **each} for name, each in median.items()]
+        if args.vllm:
+            over_vllm[case.name] = {
+                name: each["per_core_s"] / median[PEER]["per_core_s"] for name, each in median.items()
             }
     report(
         "frontend_streaming",
         title=f"{streams} streams of {tokens} tokens: what a frontend spends",
         rows=rows,
-        figures=over,
+        figures={"over_vllm": over_vllm},
         settings=vars(args),
         repeats=repeats,
     )

@@ -4,9 +4,6 @@
    `--new-only --repeats 7` measures this alone, and compares the defaults with memory that does not outlive the worker,
    and with blocks without names: what these cost where nothing is used.
 2. Prompts come again whose tokens are several times those of the cache: without tiers each one is computed again.
-
-With `--llama-cpp` its server (the same model and context, with and without its prompt cache in memory) runs the second
-load too, if it was built (make bench NAME=peers). vLLM's offloading refuses processors without a GPU.
 """
 
 import argparse
@@ -19,7 +16,6 @@ from typing import Any
 
 from services.process import processor_seconds
 from tests.benchmarks.peers import packaged_gguf
-from tests.benchmarks.support import llama_cpp
 from tests.benchmarks.support.report import add_ints, report
 from tests.benchmarks.support.servers import ServerProcess, runahead_process, served
 
@@ -71,7 +67,6 @@ def main() -> None:
     add_ints(parser, streams=2, threads=2, input_len=1000, output_len=16, new_output_len=128)
     add_ints(parser, waves=6, cache_tokens=4096, times=3, passes=2, repeats=3)
     parser.add_argument("--new-only", action="store_true", help="only the loads whose prompts are new")
-    parser.add_argument("--llama-cpp", action="store_true", help="also llama.cpp's server")
     args = parser.parse_args()
     context = args.input_len + args.output_len + args.new_output_len
 
@@ -99,15 +94,6 @@ def main() -> None:
                     again[kind] += repeated(ours(*flags), args)
             for kind, start in unused.items():
                 new[kind].append(new_prompts(start, args))
-    if args.llama_cpp and not llama_cpp.absent():
-        per_slot = args.cache_tokens // args.streams
-        for name, mebibytes in (("llama.cpp off", 0), ("llama.cpp host", 4096)):
-            again[name] = repeated(
-                lambda ram=mebibytes: llama_cpp.llama_cpp(  # type: ignore[misc]
-                    packaged_gguf(), args.streams, per_slot, args.threads, cache_ram=ram
-                ),
-                args,
-            )
     rows: list[dict[str, Any]] = [
         {
             "tiers": kind,
@@ -139,8 +125,7 @@ def main() -> None:
         if row["tiers"] in unused
     }
     title = f"prompts of {args.input_len} tokens, {args.times} times the cache of {args.cache_tokens}: medians"
-    settings = {"llama.cpp": llama_cpp.absent() or llama_cpp.features(), **vars(args)}
-    report("kv_tiers", title, rows, figures, settings, {"new": new, "again": again})
+    report("kv_tiers", title, rows, figures, vars(args), {"new": new, "again": again})
 
 
 if __name__ == "__main__":

@@ -2,12 +2,8 @@
 
 `serve` with the simulator (20 ms per step, 4 seats, outputs of 32 tokens: at most 6.25 requests per second), an open
 loop with Poisson arrivals over kept connections. Reported for each load: requests that were served, refused and without
-an answer, latency of first tokens and of refusals, goodput as a share of the capacity, processor time of the frontend
-and of the scheduler, and the resident memory of all services before and after.
-
-`refusal_*_ms` are what the client measures, with the delays of the client itself; `frontend_refusal_*_ms` are what the
-frontend measures, from the last bytes of a request to its refusal (the upper bound of the histogram's bucket).
-`frontend_waits_s` is how long the frontend was ready to run and another process had the processor.
+an answer, latency of first tokens and of refusals, with the delays of the client itself, and goodput as a share of the
+capacity.
 
 The capacity is measured first: one client more than there are seats, each of which sends its next request when the one
 before it has ended.
@@ -16,23 +12,21 @@ before it has ended.
 import argparse
 import asyncio
 import json
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 import numpy as np
-import psutil
 
 from tests.benchmarks.support.report import report
-from tests.e2e.server import ServeProcess, serving
-from tests.metrics import samples
+from tests.e2e.server import serving
 
 SEATS, STEP_MS, OUTPUT = 4, 20.0, 32
 MOST = SEATS / (OUTPUT * STEP_MS / 1000)
 """Requests per second if no seat is ever free."""
+BASE, PROMPT = 0.9, 64
+"""Share of the capacity that counts as a load of 1, and tokens of a prompt."""
 
 
 @dataclass
@@ -66,16 +60,16 @@ async def ask(session: aiohttp.ClientSession, body: dict[str, object], outcome: 
         outcome.unanswered += 1
 
 
-def bodies(model: str, prompt: int, rng: np.random.Generator) -> Iterator[dict[str, object]]:
+def bodies(model: str, rng: np.random.Generator) -> Iterator[dict[str, object]]:
     """Yield requests with different prompts."""
     body = {"model": model, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
     while True:
-        yield body | {"prompt": rng.integers(300, 1000, prompt).tolist()}
+        yield body | {"prompt": rng.integers(300, 1000, PROMPT).tolist()}
 
 
-async def load(url: str, model: str, rate: float, seconds: float, prompt: int) -> LoadOutcome:
+async def load(url: str, model: str, rate: float, seconds: float) -> LoadOutcome:
     rng, outcome = np.random.default_rng(0), LoadOutcome()
-    requests = bodies(model, prompt, rng)
+    requests = bodies(model, rng)
     async with (
         aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session,
         asyncio.TaskGroup() as tasks,
@@ -88,9 +82,9 @@ async def load(url: str, model: str, rate: float, seconds: float, prompt: int) -
     return outcome
 
 
-async def saturated_rate(url: str, model: str, seconds: float, prompt: int) -> float:
+async def saturated_rate(url: str, model: str, seconds: float) -> float:
     """Return the requests per second that end while one always waits for a seat."""
-    outcome, requests = LoadOutcome(), bodies(model, prompt, np.random.default_rng(1))
+    outcome, requests = LoadOutcome(), bodies(model, np.random.default_rng(1))
     began = time.perf_counter()
 
     async def client() -> None:
@@ -105,78 +99,34 @@ async def saturated_rate(url: str, model: str, seconds: float, prompt: int) -> f
     return len(outcome.first_tokens) / (time.perf_counter() - began)
 
 
-def processor_seconds(server: ServeProcess) -> dict[str, float]:
-    """Return the processor time of the frontend and of the scheduler so far, seconds."""
-    found = {}
-    for name in ("frontend", "scheduler"):
-        times = server.services[name].cpu_times()
-        found[f"{name}_cpu_s"] = times.user + times.system
-    return found
-
-
-def processor_waits(server: ServeProcess) -> float:
-    """Return the seconds so far in which the frontend's main thread was ready to run and had no processor."""
-    pid = server.services["frontend"].pid
-    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
-
-
-def refusal_buckets(server: ServeProcess) -> dict[float, float]:
-    """Return how many refusals took at most so many seconds in the frontend."""
-    found = samples(server.get("/metrics")[1], "runahead:request_refusal_seconds_bucket")
-    return {float(labels["le"]): count for labels, count in found}
-
-
-def bucket_of(share: float, before: dict[float, float], after: dict[float, float]) -> float:
-    """Return the upper bound, in seconds, of the bucket with this share of the new values."""
-    new = {bound: count - before[bound] for bound, count in after.items()}
-    return min(bound for bound, count in new.items() if count >= share * new[math.inf])
-
-
-def memory(server: ServeProcess) -> float:
-    """Return the resident memory of all services, MiB."""
-    return sum(psutil.Process(service.pid).memory_info().rss for service in server.services.values()) / 2**20
-
-
-def measure(server: ServeProcess, factor: float, seconds: float, prompt: int, capacity: float) -> dict[str, float]:
-    before, model = memory(server), server.client().models.list().data[0].id
-    refusals, waits, cpu = refusal_buckets(server), processor_waits(server), processor_seconds(server)
+def measure(url: str, model: str, factor: float, seconds: float, capacity: float) -> dict[str, float]:
     began = time.perf_counter()
-    outcome = asyncio.run(load(server.url, model, factor * MOST, seconds, prompt))
+    outcome = asyncio.run(load(url, model, factor * MOST, seconds))
     took = time.perf_counter() - began
-    used = {name: total - cpu[name] for name, total in processor_seconds(server).items()}
-    used["frontend_waits_s"] = processor_waits(server) - waits
     percentiles = {"p50": 50, "p99": 99}
     figures = {f"first_token_{n}_s": float(np.percentile(outcome.first_tokens, p)) for n, p in percentiles.items()}
     if outcome.refusals:
         figures |= {f"refusal_{n}_ms": 1e3 * float(np.percentile(outcome.refusals, p)) for n, p in percentiles.items()}
-        now = refusal_buckets(server)
-        figures |= {f"frontend_refusal_{n}_ms": 1e3 * bucket_of(p / 100, refusals, now) for n, p in percentiles.items()}
     return figures | {
         "served": len(outcome.first_tokens),
         "refused": len(outcome.refusals),
         "unanswered": outcome.unanswered,
         "other": outcome.other,
         "goodput": len(outcome.first_tokens) / took / capacity,
-        **used,
-        "memory_before_mib": before,
-        "memory_after_mib": memory(server),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each load")
-    parser.add_argument("--max-queue-seconds", type=float, default=0.25)
-    parser.add_argument("--base", type=float, default=0.9, help="share of the capacity that counts as a load of 1")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens")
     args = parser.parse_args()
     layout = ("--backend", "sim", "--sim-step-ms", str(STEP_MS), "--max-num-seqs", str(SEATS))
     results = {}
-    with serving(*layout, "--max-queue-seconds", str(args.max_queue_seconds), "--log-level", "warning") as server:
+    with serving(*layout, "--max-queue-seconds=0.25", "--log-level", "warning") as server:
         model = server.client().models.list().data[0].id
-        capacity = asyncio.run(saturated_rate(server.url, model, args.seconds / 3, args.prompt))
-        for name, factor in {"1x": args.base, "10x": 10 * args.base, "1x again": args.base}.items():
-            results[name] = measure(server, factor, args.seconds, args.prompt, capacity)
+        capacity = asyncio.run(saturated_rate(server.url, model, args.seconds / 3))
+        for name, factor in {"1x": BASE, "10x": 10 * BASE, "1x again": BASE}.items():
+            results[name] = measure(server.url, model, factor, args.seconds, capacity)
     ratio = results["10x"]["first_token_p99_s"] / results["1x"]["first_token_p99_s"]
     rows = [
         {"figure": figure, **{name: result.get(figure, "") for name, result in results.items()}}

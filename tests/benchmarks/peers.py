@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.support import llama_cpp
-from tests.benchmarks.support.processor_time import cpu_seconds
 from tests.benchmarks.support.random_gguf import KINDS, SHAPES, random_gguf
 from tests.benchmarks.support.random_llama import SHAPES as LLAMAS
 from tests.benchmarks.support.random_llama import named_model
@@ -83,11 +82,9 @@ class ComparedServer:
         return [[number] for number in streams] if self.has_slots else [streams]
 
 
-def _runahead(backend: str, *flags: str, threads: int | None = None) -> Serve:
-    """`threads`: None: as many as the benchmark's."""
-
+def _runahead(backend: str, *flags: str) -> Serve:
     def serve(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
-        common = f"--backend={backend}", f"--threads={threads or setting.args.threads}", *_common(setting), *flags
+        common = f"--backend={backend}", f"--threads={setting.args.threads}", *_common(setting), *flags
         if backend == "native":
             return runahead_process(setting.file, *common)
         return runahead_process(setting.checkpoint(), *common, *VLLM_FLAGS, python=vllm_python())
@@ -115,34 +112,15 @@ def _llama_cpp(setting: PeerSetting, streams: int) -> AbstractContextManager[Ser
 
 
 CORES = len(os.sched_getaffinity(0))
-FEWER = max(1, CORES - 1)
 SERVERS: dict[str, ComparedServer] = {
     "llama.cpp": ComparedServer("llama_cpp", "blocks of the file", _llama_cpp, has_slots=True),
     "vllm serve": ComparedServer("vllm", "bfloat16", _vllm(), needs_vllm=True),
     "vllm serve, all cores": ComparedServer("vllm", "bfloat16", _vllm(threads=CORES), needs_vllm=True),
     "vllm serve, not compiled": ComparedServer("vllm", "bfloat16", _vllm("--enforce-eager"), needs_vllm=True),
     "runahead native": ComparedServer("runahead", "as stored", _runahead("native")),
-    "runahead native, batch-invariant": ComparedServer(
-        "runahead", "as stored", _runahead("native", "--batch-invariant")
-    ),
     "runahead native, bfloat16": ComparedServer("runahead", "bfloat16", _runahead("native", "--quantization=none")),
     "runahead vllm": ComparedServer("runahead", "bfloat16", _runahead("vllm"), needs_vllm=True),
 }
-DEFAULT = [*SERVERS]
-"""The others run only if they are named."""
-SERVERS |= {
-    "runahead native, a core less": ComparedServer("runahead", "as stored", _runahead("native", threads=FEWER)),
-    "runahead vllm, a core less": ComparedServer(
-        "runahead", "bfloat16", _runahead("vllm", threads=FEWER), needs_vllm=True
-    ),
-    **{
-        f"two stages, {policy}": ComparedServer(
-            "runahead", "bfloat16",
-            _runahead("vllm", "--pipeline-parallel-size=2", f"--batching-policy={policy}"), needs_vllm=True,
-        )
-        for policy in ("balanced", "chunked")
-    },
-}  # fmt: skip
 
 
 def main() -> None:
@@ -192,7 +170,7 @@ def _arguments() -> argparse.Namespace:
         f"{', '.join(LLAMAS)}; default: the packaged SmolLM2",
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--servers", nargs="+", default=DEFAULT, choices=SERVERS, metavar="NAME")
+    parser.add_argument("--servers", nargs="+", default=[*SERVERS], choices=SERVERS, metavar="NAME")
     add_ints(parser, threads=0, input_len=128, output_len=128, waves=2, repeats=3, max_model_len=1024, kv_gib=1)
     return parser.parse_args()
 
@@ -231,13 +209,11 @@ def _absent(server: ComparedServer, files: Sequence[Path]) -> str:
 
 
 def _measured(server: ServerProcess, args: argparse.Namespace, streams: int) -> dict[str, Any]:
-    """Return the metrics of a load, and how many cores the server's processes kept busy."""
+    """Return the metrics of a load, and the memory of the server's processes."""
     lengths, waves = (args.input_len, args.output_len), max(args.waves, -(-ONES // streams))
     served(server.url, 2, *lengths, waves=1, warmups=0, seed=1)
-    before = sum(cpu_seconds(server).values())
     load = served(server.url, streams, *lengths, waves, warmups=0)
-    busy = (sum(cpu_seconds(server).values()) - before) / load["duration"]
-    return {**load, "busy_cores": busy, "resident_bytes": server.resident_bytes()}
+    return {**load, "resident_bytes": server.resident_bytes()}
 
 
 def _median(runs: Sequence[Mapping[str, Any]], figure: str) -> float:
@@ -258,7 +234,6 @@ def _rows(repeats: Runs) -> list[dict[str, object]]:
             "TTFT ms": _median(runs, "median_ttft_ms"),
             "ITL p50 ms": _median(runs, "median_itl_ms"),
             "ITL p99 ms": _median(runs, "p99_itl_ms"),
-            "busy cores": _median(runs, "busy_cores"),
             "resident MiB": _median(runs, "resident_bytes") / (1 << 20),
         })  # fmt: skip
     return rows

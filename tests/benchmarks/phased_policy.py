@@ -2,8 +2,7 @@
 
 A new request replaces each finished one, so prefill chunks and decode batches alternate all the time. Ranks are
 processes on this machine, and each compares its results with all others in every step; the times of the device are
-those of the cost model. *Idle* is the time in which the device has no work and its rank waits for a plan; *not busy* is
-all time between steps, including the time in which ranks wait for one another.
+those of the cost model. *Idle* is the time in which the device has no work and its rank waits for a plan.
 """
 
 import argparse
@@ -17,9 +16,11 @@ SIZES = (1, 2, 4)
 DEPTHS = (1, 2)
 BLOCK, CHUNK = 64, 256
 """Shapes of the device, tokens."""
+REQUESTS, OUTPUT, VOLUME = 32, 200, 65536
+"""Running requests, tokens of a request, and rows times the longest row: the largest numbers."""
 
 
-def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float]:
+def measure(ranks: int, depth: int, total: int) -> dict[str, float]:
     """Return the metrics of one run."""
     rng = np.random.default_rng(0)
     scheduler = {
@@ -27,43 +28,38 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
         "block_size": BLOCK,
         "max_num_batched_tokens": CHUNK,
         "max_model_len": 2048,
-        "max_num_seqs": args.requests,
+        "max_num_seqs": REQUESTS,
         "max_num_queued_reqs": 4096,
-        "phased_max_volume": args.volume,
+        "phased_max_volume": VOLUME,
         "tensor_parallel_size": ranks,
         "batch_queue_depth": depth,
     }
     worker = {
         "backend": "sim",
         "sim_rigid": True,
-        "sim_step_ms": args.step_ms,
+        "sim_step_ms": 10.0,
         "sim_prefill_token_us": 20.0,
         "sim_vocab_size": 1024,
-        "sim_max_volume": args.volume,
+        "sim_max_volume": VOLUME,
     }
     with engine(scheduler, worker, ranks) as client:
-        for number in range(args.total):  # prompts of one to three chunks
+        for number in range(total):  # prompts of one to three chunks
             tokens = rng.integers(300, 1000, int(rng.integers(1, 3 * CHUNK))).astype(np.int32)
-            client.generate(tokens, number, int(rng.integers(args.output // 2, args.output)))
-        while client.finished < args.total:
+            client.generate(tokens, number, int(rng.integers(OUTPUT // 2, OUTPUT)))
+        while client.finished < total:
             client.receive()
-        found = client.window(args.requests)
-    return {**found, "not_busy": 1 - found["busy_fraction"]}
+        return client.window(REQUESTS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_ints(parser, repeats=3, total=128)
-    parser.add_argument("--requests", type=int, default=32, help="maximum number of running requests")
-    parser.add_argument("--output", type=int, default=200, help="maximum number of tokens per request")
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--volume", type=int, default=65536, help="maximum of rows times longest row, tokens")
     args = parser.parse_args()
     runs: dict[int, dict[int, list[dict[str, float]]]] = {ranks: {depth: [] for depth in DEPTHS} for ranks in SIZES}
     for _ in range(args.repeats):  # alternate, so that noise of the machine affects all
         for ranks in SIZES:
             for depth in DEPTHS:
-                runs[ranks][depth].append(measure(ranks, depth, args))
+                runs[ranks][depth].append(measure(ranks, depth, args.total))
 
     median = {ranks: {depth: medians(runs[ranks][depth]) for depth in DEPTHS} for ranks in SIZES}
     report(
@@ -73,8 +69,7 @@ def main() -> None:
         figures={
             f"idle_depth{depth}": {str(ranks): median[ranks][depth]["idle_fraction"] for ranks in SIZES}
             for depth in DEPTHS
-        }
-        | {"not_busy_depth2": {str(ranks): median[ranks][2]["not_busy"] for ranks in SIZES}},
+        },
         settings={"block": BLOCK, "chunk": CHUNK, **vars(args)},
         repeats={str(ranks): {str(depth): runs[ranks][depth] for depth in DEPTHS} for ranks in SIZES},
     )

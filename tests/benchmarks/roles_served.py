@@ -1,8 +1,7 @@
 """Two engines with short streams and long prompts: prefill apart from decode, prompts in chunks, and whole prompts.
 
 The engines are `sim`: real services that sleep as long as a device would compute, and fetch real (small) blocks. The
-figures are the times between two tokens of the short streams, the times to the first token of the long prompts, and
-the share of the blocks that the engine which decodes has asked for and got.
+figures are the times between two tokens of the short streams, and the times to the first token of the long prompts.
 """
 
 import argparse
@@ -34,15 +33,17 @@ MODES = {
 }
 
 
+STREAMS, PROMPT = 16, 4000
+"""Short streams that are always open; tokens of a long prompt, of which one comes per second."""
+
+
 class MixedLoad:
     def __init__(self, url: str, args: argparse.Namespace) -> None:
-        self._url, self._args, self._rng = url, args, random.Random(args.seed)
+        self._url, self._args, self._rng = url, args, random.Random(0)
         self.gaps: list[float] = []
         """Seconds between two tokens of short streams, without the first ones."""
         self.first: list[float] = []
         """Seconds to the first token of long prompts."""
-        self.second: list[float] = []
-        """Seconds from there to the second one."""
 
     async def _times(self, http: aiohttp.ClientSession, prompt: list[int], tokens: int) -> list[float]:
         """Return when the request was sent, and when each piece of its answer came."""
@@ -67,9 +68,8 @@ class MixedLoad:
             self.gaps += np.diff(times[2:]).tolist()
 
     async def _long(self, http: aiohttp.ClientSession) -> None:
-        times = await self._times(http, self._prompt(self._args.prompt), 16)
+        times = await self._times(http, self._prompt(PROMPT), 16)
         self.first.append(times[1] - times[0])
-        self.second.append(times[2] - times[1])
 
     async def run(self) -> None:
         timeout = aiohttp.ClientTimeout(total=300)
@@ -77,12 +77,12 @@ class MixedLoad:
             async with http.get(f"{self._url}/v1/models") as response:
                 self._model = (await response.json())["data"][0]["id"]
             until = time.monotonic() + self._args.seconds
-            arrivals = random.Random(self._args.seed)  # the same in every mode
-            tasks = [asyncio.create_task(self._short(http, until)) for _ in range(self._args.streams)]
+            arrivals = random.Random(0)  # the same in every mode
+            tasks = [asyncio.create_task(self._short(http, until)) for _ in range(STREAMS)]
             await asyncio.sleep(1.0)
             while time.monotonic() < until:
                 tasks.append(asyncio.create_task(self._long(http)))
-                await asyncio.sleep(arrivals.expovariate(self._args.prompts_per_second))
+                await asyncio.sleep(arrivals.expovariate(1.0))
             await asyncio.gather(*tasks)
 
 
@@ -99,26 +99,17 @@ def measured(mode: str, args: argparse.Namespace) -> dict[str, float | str]:
         wait_until(lambda: total(page(), "runahead:engine_ready") == 2, "both engines are ready")
         load = MixedLoad(url, args)
         asyncio.run(load.run())
-        hits, queries = (total(page(), f"vllm:external_prefix_cache_{name}_total") for name in ("hits", "queries"))
     return {
         "mode": mode,
-        "gap p50, ms": 1e3 * float(np.percentile(load.gaps, 50)),
         "gap p99, ms": 1e3 * float(np.percentile(load.gaps, 99)),
         "gap p99.9, ms": 1e3 * float(np.percentile(load.gaps, 99.9)),
         "long: TTFT p50, s": float(np.median(load.first)),
-        "long: second token p50, s": float(np.median(load.second)),
-        "long prompts": float(len(load.first)),
-        "fetched, %": 100 * hits / (queries or 1.0),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=40)
-    parser.add_argument("--streams", type=int, default=16, help="short streams that are always open")
-    parser.add_argument("--prompts-per-second", type=float, default=1.0)
-    parser.add_argument("--prompt", type=int, default=4000, help="tokens of a long prompt")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rows = {mode: measured(mode, args) for mode in MODES}
 

@@ -1,67 +1,34 @@
-"""Effect of run-ahead: the share of time in which the worker is idle, at depth 1 and at depth 2. Cost of being seen:
-throughput at depth two with a subscriber of the step records, and with `--record`, over throughput without.
+"""Effect of run-ahead: throughput, and the share of time in which the worker is idle, at depth 1 and at depth 2.
 
 `sim` (5 ms per step, 256 requests decoding) stands for a device; `native` runs a small model with one thread and
-shares the CPU with the scheduler. The load comes over the scheduler's socket for frontends, without HTTP;
-`step_viewer` measures a frontend's ring and a viewer. "2 again" shows the noise.
+shares the CPU with the scheduler. The load comes over the scheduler's socket for frontends, without HTTP.
 """
 
 import argparse
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from services.scheduler.recording import EventRecording
 from tests.benchmarks.support.engine_client import engine
 from tests.benchmarks.support.random_llama import VOCAB, random_llama
 from tests.benchmarks.support.report import add_ints, medians, report
 
-PLAIN, PROMPT = "2", 64
-
-
-class Variant(NamedTuple):
-    depth: int
-    subscribes: bool = False
-    """The client receives step records."""
-    records: bool = False
-    """The scheduler writes a recording."""
-
-
-VARIANTS = {
-    "1": Variant(1),
-    PLAIN: Variant(2),
-    "2 again": Variant(2),
-    "2, step records": Variant(2, subscribes=True),
-    "2, --record": Variant(2, records=True),
-}
+PROMPT = 64
 
 
 def run(
-    variant: Variant, requests: int, output: int, scheduler: Mapping[str, object], worker: Mapping[str, object]
+    depth: int, requests: int, output: int, scheduler: Mapping[str, object], worker: Mapping[str, object]
 ) -> dict[str, float]:
-    """Return the metrics of one run of a variant."""
+    """Return the metrics of one run."""
     rng = np.random.default_rng(0)
-    limits = {"max_num_seqs": requests, "batch_queue_depth": variant.depth, **scheduler}
-    with tempfile.TemporaryDirectory(prefix="recording-") as directory:
-        if variant.records:
-            limits["record"] = directory
-        with engine(limits, worker) as client:
-            if variant.subscribes:
-                client.subscribe()
-            for number in range(requests):  # different lengths, so that blocks fill in different steps
-                tokens = rng.integers(300, 1000, PROMPT + number % 16).astype(np.int32)
-                client.generate(tokens, number, output)
-            while client.finished < requests:
-                client.receive()
-            if variant.subscribes and not client.records:
-                raise SystemExit("the engine sent no step records")
-            metrics = client.window(requests)
-        if variant.records and next(EventRecording(Path(directory)).records(), None) is None:
-            raise SystemExit("the engine recorded nothing")
-    return metrics
+    limits = {"max_num_seqs": requests, "batch_queue_depth": depth, **scheduler}
+    with engine(limits, worker) as client:
+        for number in range(requests):  # different lengths, so that blocks fill in different steps
+            tokens = rng.integers(300, 1000, PROMPT + number % 16).astype(np.int32)
+            client.generate(tokens, number, output)
+        while client.finished < requests:
+            client.receive()
+        return client.window(requests)
 
 
 def main() -> None:
@@ -79,35 +46,22 @@ def main() -> None:
     }
     if args.only:
         cases = {args.only: cases[args.only]}
-    repeats: dict[str, dict[str, list[dict[str, float]]]] = {case: {name: [] for name in VARIANTS} for case in cases}
-    for _ in range(args.repeats):  # alternate, so that noise of the machine affects all variants
+    repeats: dict[str, dict[str, list[dict[str, float]]]] = {case: {"1": [], "2": []} for case in cases}
+    for _ in range(args.repeats):  # alternate, so that noise of the machine affects both depths
         for case, (requests, output, limits, worker) in cases.items():
-            for name, variant in VARIANTS.items():
-                repeats[case][name].append(run(variant, requests, output, limits, worker))
+            for depth, runs in repeats[case].items():
+                runs.append(run(int(depth), requests, output, limits, worker))
     median = {case: {depth: medians(runs) for depth, runs in by_depth.items()} for case, by_depth in repeats.items()}
-
-    def figure(case: str, name: str) -> dict[str, float]:
-        return {variant: median[case][variant][name] for variant in median[case]}
-
-    speeds = {case: figure(case, "tokens_per_s") for case in cases}
     report(
         "run_ahead",
         title=f"run-ahead: medians of {args.repeats}",
-        rows=[
-            {"backend": case, "depth": variant, **metrics, "of depth 2": speeds[case][variant] / speeds[case][PLAIN]}
-            for case in median
-            for variant, metrics in median[case].items()
-        ],
+        rows=[{"backend": case, "depth": depth, **each} for case in cases for depth, each in median[case].items()],
         figures={
-            "idle_fraction": {case: figure(case, "idle_fraction") for case in cases},
-            "throughput_ratio": {case: speeds[case][PLAIN] / speeds[case]["1"] for case in cases},
-            "over_plain": {
-                case: {
-                    variant: speeds[case][variant] / speeds[case][PLAIN]
-                    for variant in VARIANTS
-                    if VARIANTS[variant].depth == 2 and variant != PLAIN
-                }
-                for case in cases
+            "idle_fraction": {
+                case: {depth: each["idle_fraction"] for depth, each in median[case].items()} for case in cases
+            },
+            "throughput_ratio": {
+                case: median[case]["2"]["tokens_per_s"] / median[case]["1"]["tokens_per_s"] for case in cases
             },
         },
         settings={"prompt": PROMPT, "vocab": VOCAB, **vars(args), "sim": sim, "native_worker": native},

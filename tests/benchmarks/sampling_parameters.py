@@ -1,9 +1,7 @@
 """Cost of penalties and log-probabilities: step time of the native backend when 64 of 256 requests use them.
 
 Batches that differ in these parameters only decode one step each in turn, in one process, so that noise of the machine
-affects all. The time of a step includes that of making its result. Its processor time is also valid if other processes
-use the cores, with `--threads 1`: several threads spin while they wait. Decoding is greedy, and all rows have equal
-lengths.
+affects all. The time of a step includes that of making its result. Decoding is greedy, and all rows have equal lengths.
 """
 
 import argparse
@@ -23,20 +21,16 @@ from tests.benchmarks.support.static_batch import I32, StaticBatch
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": 0.2}
 
 
-Times = tuple[float, float]
-"""Elapsed time and processor time of this process, seconds."""
-
-
 class SteppedBatch(StaticBatch):
     """A static batch that is decoded one step at a time."""
 
-    def steps(self, tokens: I32, params: list[SamplingParams]) -> Iterator[Times]:
-        """Prefill `tokens`, int32[batch, prompt], and yield the times of each decode step."""
+    def steps(self, tokens: I32, params: list[SamplingParams]) -> Iterator[float]:
+        """Prefill `tokens`, int32[batch, prompt], and yield the seconds of each decode step."""
         self.prefill(tokens, params)
         for position in self.positions:
-            began = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
             self.decode(position).get()
-            yield time.perf_counter() - began[0], time.process_time() - began[1]
+            yield time.perf_counter() - began
         self.release()
 
 
@@ -57,7 +51,7 @@ def main() -> None:
     batches = {name: SteppedBatch(config, args.batch, args.prompt, args.output) for name in cases}
     load = BenchConfig(random_input_len=args.prompt, random_output_len=args.output)
     rows = np.array(prompts(load, args.batch * args.waves, load.seed), np.int32)
-    times: dict[str, list[Times]] = {name: [] for name in cases}
+    times: dict[str, list[float]] = {name: [] for name in cases}
     every = args.batch // args.affected
     for wave in range(args.waves):
         tokens = rows[wave * args.batch : (wave + 1) * args.batch]
@@ -75,26 +69,17 @@ def main() -> None:
             names.append(names.pop(0))  # no batch always follows the same one
         for generator in generators.values():
             assert next(generator, None) is None
-    elapsed, processor = (
-        {name: [step[which] * 1000 for step in steps] for name, steps in times.items()} for which in (0, 1)
-    )
-    over, over_processor = (_over_nothing(steps) for steps in (elapsed, processor))
+    over = _over_nothing(times)
     report(
         "sampling_parameters",
         title=f"{args.model}, {args.dtype}, {args.threads} threads: {args.affected} of {args.batch} requests use",
         rows=[
-            {
-                "parameters": name,
-                "decode step, ms": statistics.median(elapsed[name]),
-                "over nothing": over[name],
-                "processor, ms": statistics.median(processor[name]),
-                "over nothing ": over_processor[name],
-            }
+            {"parameters": name, "decode step, ms": 1e3 * statistics.median(times[name]), "over nothing": over[name]}
             for name in cases
         ],
-        figures={"over_nothing": over, "processor_over_nothing": over_processor},
+        figures={"over_nothing": over},
         settings={**vars(args), "model": str(model)},
-        repeats={"elapsed_ms": elapsed, "processor_ms": processor},
+        repeats={"elapsed_s": times},
     )
 
 

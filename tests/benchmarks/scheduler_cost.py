@@ -1,8 +1,8 @@
 """Cost of the scheduler per step: forming a step and applying its result, every request decoding, no model.
 
 Prompts have different lengths, so that block boundaries are spread evenly over the steps. Prefix caching is on and two
-steps are in flight. Prints the mean time per step in microseconds and the size of a plan in bytes, and the time of a
-whole turn of the core without and with a recorder of step records; the time with it includes making the records.
+steps are in flight. Prints the mean time per step in microseconds, and the time of a whole turn of the core without and
+with a recorder of step records; the time with it includes making the records.
 With `recording` it prints the cost of `--record`: a core that is not recorded and two that are take turns, with a pause
 of 2 ms behind each, in which workers would compute.
 """
@@ -74,35 +74,24 @@ def build(running: int) -> tuple[StepPlanner, ResultApplier]:
     return StepPlanner(store, epoch, lifecycle, None), ResultApplier(store, epoch, lifecycle, None)
 
 
-def run(running: int) -> dict[str, float]:
-    """Return the mean times of a step and its parts, microseconds."""
+def run(running: int) -> float:
+    """Return the mean time of a step, microseconds."""
     planner, applier = build(running)
-    queue, schedule_s, update_s, sizes = [planner.schedule(), planner.schedule()], [], [], []
+    queue, seconds = [planner.schedule(), planner.schedule()], []
     token_ids = (np.arange(running) * 13 % 3700 + 300).astype(np.int32)
     gc.collect()
     gc.freeze()
     for index in range(STEPS + 20):
-        step, plan, _ = queue.pop(0)  # type: ignore[misc]
+        step, *_ = queue.pop(0)  # type: ignore[misc]
         assert len(step.slots) == running
         started = time.perf_counter()
         applier.apply(step, one_token_each(unpack(pack(token_ids))))
         applier.store.take_outputs()
-        middle = time.perf_counter()
         queue.append(planner.schedule())
-        ended = time.perf_counter()
         if index >= 20:
-            update_s.append(middle - started)
-            schedule_s.append(ended - middle)
-            sizes.append(sum(map(len, (plan.slots, plan.generations, plan.starts, plan.counts, plan.samples))))
+            seconds.append(time.perf_counter() - started)
     gc.unfreeze()
-    us = 1e6
-    return {
-        "step_us": us * (statistics.mean(schedule_s) + statistics.mean(update_s)),
-        "step_median_us": us * statistics.median(a + b for a, b in zip(schedule_s, update_s, strict=True)),
-        "schedule_us": us * statistics.mean(schedule_s),
-        "update_us": us * statistics.mean(update_s),
-        "plan_bytes": statistics.mean(sizes),
-    }
+    return 1e6 * statistics.mean(seconds)
 
 
 class RecordedTurns:
@@ -186,16 +175,16 @@ def flight_recording(running: int) -> dict[str, float]:
             (thread,) = set(threading.enumerate()) - known
             known.add(thread)
             clocks[name] = thread_clock(thread)
-        silent, again = RecordedTurns(running), RecordedTurns(running)
+        silent = RecordedTurns(running)
         recorded = {name: RecordedTurns(running, observer=recorders[name]) for name in names}
-        turns = [silent, *recorded.values(), again]
+        turns = [silent, *recorded.values()]
         before: dict[str, float] = {}
         gc.collect()
         gc.freeze()
         for index in range(STEPS + 20):
             if index == 20:
                 before = {name: clock() for name, clock in clocks.items()}
-            for each in turns[index % 4 :] + turns[: index % 4]:
+            for each in turns[index % 3 :] + turns[: index % 3]:
                 each.turn()
                 time.sleep(PAUSE)
         gc.unfreeze()
@@ -207,7 +196,6 @@ def flight_recording(running: int) -> dict[str, float]:
     us = 1e6
     return {
         "turn_us": us * statistics.median(silent.seconds[20:]),
-        "turn_again_us": us * statistics.median(again.seconds[20:]),
         **{f"turn_{name}_us": us * statistics.median(recorded[name].seconds[20:]) for name in names},
         **{f"thread_{name}_us": us * spent[name] / STEPS for name in names},
         **{f"bytes_{name}": sizes[name] / STEPS for name in names},
@@ -226,7 +214,7 @@ def recording_main() -> None:
                 n: statistics.median(row[f"turn_{name}_us"] / row["turn_us"] for row in rows)
                 for n, rows in repeats.items()
             }
-            for name in ("lengths", "tokens", "again")
+            for name in ("lengths", "tokens")
         },
         settings={"prompt": PROMPT, "steps": STEPS, "pause_s": PAUSE, "in_flight": 2},
         repeats=repeats,
@@ -237,7 +225,10 @@ def main() -> None:
     if sys.argv[1:] == ["recording"]:
         recording_main()
         return
-    repeats = {str(running): [run(running) | listening(running) for _ in range(REPEATS)] for running in (64, 256, 1024)}
+    repeats = {
+        str(running): [{"step_us": run(running), **listening(running)} for _ in range(REPEATS)]
+        for running in (64, 256, 1024)
+    }
     best = {running: min(rows, key=lambda row: row["step_us"]) for running, rows in repeats.items()}
     report(
         "scheduler_cost",
@@ -249,7 +240,6 @@ def main() -> None:
                 running: statistics.median(row["recorded_turn_us"] / row["turn_us"] for row in rows)
                 for running, rows in repeats.items()
             },
-            "growth_256_to_1024": best["1024"]["step_us"] / best["256"]["step_us"],
         },
         settings={"prompt": PROMPT, "steps": STEPS, "block_size": BLOCK_SIZE, "in_flight": 2, "prefix_caching": True},
         repeats=repeats,

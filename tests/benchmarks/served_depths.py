@@ -1,5 +1,5 @@
 """Depth two beside depth one, as clients of `runahead serve` see it: throughput, time to first token, inter-token
-latency, time per output token and end-to-end latency.
+latency.
 
 The servers of both depths run at the same time and get the load in turns. m135 has the shape of SmolLM2-135M.
 """
@@ -15,11 +15,8 @@ DEPTHS = (1, 2)
 COLUMNS = {
     "tokens/s": "output_throughput",
     "TTFT": "mean_ttft_ms",
-    "TTFT p99": "p99_ttft_ms",
     "ITL": "mean_itl_ms",
     "ITL p99": "p99_itl_ms",
-    "TPOT": "mean_tpot_ms",
-    "E2E": "mean_e2el_ms",
     "gap": "gap_share",
 }
 """Column -> metric of a load: tokens/s, milliseconds, and the gaps between forward passes over the forward passes."""

@@ -1,9 +1,9 @@
 """Effect of drafts: tokens/s of the demo model with and without them, greedy, at several numbers of streams.
 
-The prompts are parts of `prose_and_code.txt`; the model ends the outputs. Further comparisons: random prompts with a
-high temperature, where drafts fail, and the acceptance at depth 1 and 2. Engines of a comparison exist at the same
-time and run in turn, so that noise of the machine affects all; the engine without drafts exists twice. With `--fixed`,
-every fixed number of drafts is an engine too, and `of_best_fixed` compares the chosen number with the best of them.
+The prompts are parts of `prose_and_code.txt`; the model ends the outputs. A further comparison has random prompts with
+a high temperature, where drafts fail. Engines of a comparison exist at the same time and run in turn, so that noise of
+the machine affects all; the engine without drafts exists twice. With `--fixed`, every fixed number of drafts is an
+engine too, and `of_best_fixed` compares the chosen number with the best of them.
 """
 
 import argparse
@@ -146,22 +146,6 @@ def totals(runs: Sequence[EngineRun]) -> dict[str, float]:
     }
 
 
-def acceptance_equal(methods: Mapping[str, int], prompts: Prompts, params: SamplingParams, threads: int) -> bool:
-    """Return whether drafted and accepted tokens of each request are equal at depth 1 and 2."""
-    for method, settings in speculative(methods, adaptive=False).items():
-        counts = []
-        for depth in (1, 2):
-            limits = {"batch_queue_depth": depth, "enable_prefix_caching": False}
-            with engine({**limits, **settings}, {"threads": threads}) as client:
-                run_prompts(client, prompts, len(prompts), params)
-                finishes = sorted(client.finishes, key=lambda finish: finish.number)
-                counts.append([(each.num_draft_tokens, each.num_accepted_tokens) for each in finishes])
-        if counts[0] != counts[1]:
-            print(f"{method}: {[pair for pair in zip(*counts, strict=True) if pair[0] != pair[1]]}")
-            return False
-    return True
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_ints(parser, threads=0, repeats=3, prompts=48, input_len=96, output_len=128, eagle=3, ngram=5)
@@ -196,16 +180,10 @@ def main() -> None:
         title=f"demo model, compute threads: {args.threads} (0: one per core); over none: medians of neighbours",
         rows=rows,
         figures={
-            "acceptance_equal": acceptance_equal(methods, text[:8], greedy, args.threads),
-            "speedup": {method: min(speedup[method].values()) for method in methods},
             "speedup_by_concurrency": speedup,
             **({"of_best_fixed": {m: of_best_fixed(good, m) for m in methods}} if fixed else {}),
-            "adaptive_floor": min(value for by in floor.values() for value in by.values()),
             "adaptive_floor_by_method": floor,
-            "control": {
-                kind: {str(c): over_none(runs[c], CONTROL) for c in args.streams}
-                for kind, runs in (("text", good), ("random", bad))
-            },
+            "control": {"text": {str(c): over_none(good[c], CONTROL) for c in args.streams}},
         },
         settings={"drafts": methods, "adaptive": True, "prompts_per_run": PROMPTS_PER_RUN, **vars(args)},
         repeats={"text": good, "random": bad},

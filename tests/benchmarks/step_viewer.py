@@ -109,8 +109,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_ints(parser, streams=256, tokens=128, repeats=6)
     arguments = parser.parse_args()
-    case = StreamingCase("1 a connection, step 15 ms", arguments.streams, 1, arguments.tokens, STEP_SECONDS)
-    warm_up = StreamingCase("warm-up", 32, 1, 32, 0.0)
+    case = StreamingCase("1 a connection, step 15 ms", arguments.streams, arguments.tokens, STEP_SECONDS)
+    warm_up = StreamingCase("warm-up", 32, 32, 0.0)
     found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
     with ExitStack() as stack:
         clients = stack.enter_context(client_process())

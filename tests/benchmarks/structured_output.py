@@ -1,17 +1,13 @@
 """Cost of structured output: 256 requests on `sim` at 5 ms per step, 64 of them constrained, against the same batch
-without constraints. `--backend native` and `vllm` compute the demo model instead. All leave rows with late masks out;
-`--mask-delay-ms` makes masks late in a third case.
+without constraints.
 
 The load comes over the scheduler's socket for frontends, without HTTP. `throughput_ratio` compares the tokens per
 second of all requests between the time when all have a token and the time when the first one has finished.
 `neighbour_itl_ratio` compares the mean time between two tokens of the 192 requests that are never constrained.
-`masks_gap_ms` is the mean time between two forward passes that the masks add. Nothing else of a step depends on them
-where they are made in time, and a forward pass varies by more than that from run to run.
 """
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Mapping
@@ -20,7 +16,6 @@ import numpy as np
 
 from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, StructuredOutputParams
-from services.scheduler.grammar.masks import FAILPOINT
 from tests.benchmarks.support.engine_client import engine
 from tests.benchmarks.support.report import add_ints, medians, report
 
@@ -41,8 +36,6 @@ RECORD = {
 takes longer than the step and is not a cost of the scheduler."""
 SCHEMA = {"type": "array", "items": RECORD, "minItems": 1000}
 """Longer than any output here, so that a constrained request lasts as long as the others."""
-LATE = ("neighbour_itl_ms", "neighbour_itl_p99_ms")
-"""Figures of the case with late masks."""
 
 
 def measure(
@@ -73,7 +66,6 @@ def measure(
                         raise SystemExit(f"request {finish.number}: {finish.reason.name} {finish.message}")
                 for number in np.frombuffer(message.numbers, np.uint32).tolist():
                     arrivals[number].append(now)
-        stats = client.state.stats
     if any(len(times) < 100 for times in arrivals):
         raise SystemExit("a request has too few tokens; increase --output")
     start, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
@@ -83,8 +75,6 @@ def measure(
         "tokens_per_s": sum(map(len, within)) / (end - start),
         "neighbour_itl_ms": 1e3 * statistics.mean((t[-1] - t[0]) / (len(t) - 1) for t in neighbours),
         "neighbour_itl_p99_ms": 1e3 * float(np.percentile(np.concatenate([np.diff(t) for t in neighbours]), 99)),
-        "forward_gap_ms": 1e3 * stats["worker_forward_gap_seconds_total"] / stats["steps_total"],
-        "rows_left_out": stats["left_out_rows_total"],
         "seconds": end - start,
     }
 
@@ -94,25 +84,18 @@ def main() -> None:
     add_ints(parser, repeats=3, requests=256, constrained=64)
     parser.add_argument("--distinct", type=int, default=8, help="number of different schemas")
     parser.add_argument("--output", type=int, default=1200, help="tokens per request")
-    parser.add_argument("--backend", choices=("sim", "native", "vllm"), default="sim")
-    parser.add_argument("--mask-delay-ms", type=float, default=0.0, help="lateness of masks; 0: no such case")
     args = parser.parse_args()
     memory = args.requests * (args.output + 128) * 8  # bytes; the simulator stores a hash per position
     worker: dict[str, object] = {"backend": "sim", "sim_step_ms": 5.0, "kv_cache_memory_bytes": memory}
-    if args.backend != "sim":
-        worker = {"backend": args.backend, "threads": 1}
-    cases = {"unconstrained": (0, 0.0), "constrained": (args.constrained, 0.0)}
-    if args.mask_delay_ms:
-        cases["masks late"] = args.constrained, args.mask_delay_ms / 1e3
+    cases = {"unconstrained": 0, "constrained": args.constrained}
     repeats: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
-    for _ in range(args.repeats):  # alternate, so that noise of the machine affects all
-        for case, (constrained, delay) in cases.items():
-            os.environ[FAILPOINT] = str(delay)
+    for _ in range(args.repeats):  # alternate, so that noise of the machine affects both
+        for case, constrained in cases.items():
             repeats[case].append(measure(constrained, args.requests, args.output, args.distinct, worker))
     median = {case: medians(runs) for case, runs in repeats.items()}
 
-    def ratio(name: str, case: str = "constrained") -> float:
-        return median[case][name] / median["unconstrained"][name]
+    def ratio(name: str) -> float:
+        return median["constrained"][name] / median["unconstrained"][name]
 
     report(
         "structured_output",
@@ -122,8 +105,6 @@ def main() -> None:
             "throughput_ratio": ratio("tokens_per_s"),
             "neighbour_itl_ratio": ratio("neighbour_itl_ms"),
             "neighbour_itl_p99_ratio": ratio("neighbour_itl_p99_ms"),
-            "masks_gap_ms": median["constrained"]["forward_gap_ms"] - median["unconstrained"]["forward_gap_ms"],
-            **{f"late_{name}_ratio": ratio(name, case) for case in [*cases][2:] for name in LATE},
         },
         settings={**vars(args), "worker": worker},
         repeats=repeats,

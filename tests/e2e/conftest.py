@@ -1,14 +1,15 @@
 import asyncio
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai import OpenAI
 
 from tests.certificates import no_certificates  # noqa: F401  a fixture of all tests
 from tests.e2e.server import ServeProcess, serving
-from tests.e2e.streams import answers_of
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 
 @pytest.fixture(scope="session")
@@ -30,16 +31,18 @@ def sim() -> Iterator[ServeProcess]:
 @pytest.fixture(scope="session")
 def undisturbed_sim() -> list[Any]:
     """The `answers` of the simulator, which do not depend on its delays and layout."""
+    from tests.e2e.streams import answers_of
+
     with serving("--backend", "sim", "--sim-step-ms", "0") as running:
         return asyncio.run(answers_of(running))
 
 
 @pytest.fixture(scope="session")
-def client(server: ServeProcess) -> Iterator[OpenAI]:
+def client(server: ServeProcess) -> "Iterator[OpenAI]":
     with server.client() as client:
         yield client
 
 
 @pytest.fixture(scope="session")
-def model(client: OpenAI) -> str:
+def model(client: "OpenAI") -> str:
     return client.models.list().data[0].id

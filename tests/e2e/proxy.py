@@ -134,6 +134,20 @@ class TcpProxy:
         await asyncio.gather(*self._connections.values(), return_exceptions=True)
 
 
+async def _blackhole(link: TcpProxy) -> None:
+    for way in Way:
+        await link.stall(way)
+
+
+LinkFault = Callable[[TcpProxy], Coroutine[Any, Any, None]]
+FAULTS: dict[str, LinkFault] = {
+    "cut": TcpProxy.cut,
+    "deaf scheduler": lambda link: link.stall(Way.TO_SERVER),
+    "mute scheduler": lambda link: link.stall(Way.TO_CLIENT),
+    "both directions": _blackhole,
+}
+
+
 class Proxies:
     """Proxies in a thread of their own: they forward also while a test waits."""
 

@@ -13,15 +13,18 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGTERM
+from typing import TYPE_CHECKING
 
 import psutil
-from openai import AsyncOpenAI, OpenAI
 
 from services.checkpoint import DEMO_MODEL
 from tests.e2e import forked as forked_serve
 from tests.metrics import samples
 from tests.preloaded import OUTPUT, PreloadedProcess
 from tests.waiting import PATIENCE, wait_until
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
 
 SIM = ("--backend", "sim", "--sim-step-ms", "20")
 """Steps of 20 ms, so that streams last on any machine."""
@@ -33,10 +36,14 @@ class HttpServer:
 
     url = ""
 
-    def client(self, key: str = "none") -> OpenAI:
+    def client(self, key: str = "none") -> "OpenAI":
+        from openai import OpenAI
+
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
-    def async_client(self) -> AsyncOpenAI:
+    def async_client(self) -> "AsyncOpenAI":
+        from openai import AsyncOpenAI
+
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
     def get(self, path: str) -> tuple[int, str]:

@@ -115,7 +115,7 @@ async def open_streams(client: AsyncOpenAI, count: int, tokens: int = 2000) -> l
     return await asyncio.gather(*(one(number) for number in range(count)))
 
 
-async def text_and_error(client: AsyncOpenAI, prompt: str, max_tokens: int) -> tuple[str, str]:
+async def text_and_error(client: AsyncOpenAI, prompt: str | list[int], max_tokens: int) -> tuple[str, str]:
     """Return what a greedy stream has sent, and the error that has ended it; "": none has."""
     found, model = "", (await client.models.list()).data[0].id
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}

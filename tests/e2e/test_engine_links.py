@@ -5,14 +5,14 @@ import asyncio
 import json
 import re
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protocol.handshake import PROTOCOL_VERSION
-from tests.e2e.proxy import TcpProxy, Way
+from tests.e2e.proxy import FAULTS, Way
 from tests.e2e.separate import SeparateServices, separate_services
 from tests.e2e.server import HttpServer, wait_until
 from tests.e2e.streams import (
@@ -28,19 +28,6 @@ from tests.metrics import total
 
 ADMIN = "--enable-admin-routes"
 soak = pytest.mark.soak
-
-
-async def blackhole(link: TcpProxy) -> None:
-    for way in Way:
-        await link.stall(way)
-
-
-Fault = Callable[[TcpProxy], Coroutine[Any, Any, None]]
-FAULTS: dict[str, Fault] = {
-    "cut": TcpProxy.cut,
-    "mute": lambda link: link.stall(Way.TO_CLIENT),
-    "both directions": blackhole,
-}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +49,7 @@ def undisturbed(services: SeparateServices) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param("cut", marks=soak), "mute", pytest.param("both directions", marks=soak)]
+    "fault", [pytest.param("cut", marks=soak), "mute scheduler", pytest.param("both directions", marks=soak)]
 )
 async def test_streams_leave_an_engine_behind_a_link_that_is_down(
     services: SeparateServices, undisturbed: list[Any], fault: str

@@ -3,21 +3,15 @@ differs from one without the fault."""
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.e2e.proxy import TcpProxy, Way
+from tests.e2e.proxy import FAULTS, LinkFault, TcpProxy
 from tests.e2e.separate import SeparateServices, separate_services
 from tests.e2e.streams import answers, answers_of, assert_nothing_is_kept
 
-Fault = Callable[[TcpProxy], Coroutine[Any, Any, None]]
-FAULTS: dict[str, Fault] = {
-    "cut": TcpProxy.cut,
-    "deaf scheduler": lambda link: link.stall(Way.TO_SERVER),
-    "mute scheduler": lambda link: link.stall(Way.TO_CLIENT),
-}
 LINKS = ("frontend", "worker")
 soak = pytest.mark.soak
 
@@ -100,7 +94,7 @@ async def test_streams_go_on_after_random_faults_of_both_links(
     async def disturb() -> None:
         for _ in range(3):
             proxy = link_of(services, rng.choice(LINKS))
-            slow: Fault = lambda link: link.delay(0.2)  # noqa: E731
+            slow: LinkFault = lambda link: link.delay(0.2)  # noqa: E731
             do(rng.choice([*FAULTS.values(), TcpProxy.stall_plans, slow])(proxy))
             await asyncio.sleep(rng.choice((0.2, 1.0, 5.0)) * rng.random())
             do(proxy.restore())

@@ -80,6 +80,28 @@ class NativeRankProcess:
             stream.close()
 
 
+class RankPool:
+    """Processes for any number of ranks; dead ones are replaced."""
+
+    def __init__(self) -> None:
+        self._processes: list[NativeRankProcess] = []
+
+    def take(self, number: int) -> list[NativeRankProcess]:
+        self._processes = [process for process in self._processes if process.alive]
+        while len(self._processes) < number:
+            self._processes.append(NativeRankProcess())
+        return self._processes[:number]
+
+    def discard(self, process: NativeRankProcess) -> None:
+        self._processes.remove(process)
+
+    def close(self) -> list[int]:
+        """End all processes and return their exit statuses."""
+        for process in self._processes:
+            process.end()
+        return [process.wait() for process in self._processes]
+
+
 @dataclass
 class RankAnswers:
     """The answers of all ranks to one command, once they were read."""

@@ -1,8 +1,7 @@
 """The parent's side of simulated ranks: processes that serve one group, and one epoch, after the other."""
 
 import select
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -163,7 +162,7 @@ MakeGroup = Callable[..., SimGroup]
 _POOL = pytest.StashKey[list[SimRankProcess]]()
 
 
-def _processes(session: pytest.Session, count: int) -> list[SimRankProcess]:
+def session_processes(session: pytest.Session, count: int) -> list[SimRankProcess]:
     """Return processes that last as long as the session: each start imports torch."""
     if _POOL not in session.stash:
         session.stash[_POOL] = []
@@ -171,16 +170,3 @@ def _processes(session: pytest.Session, count: int) -> list[SimRankProcess]:
     pool = session.stash[_POOL]
     pool += [SimRankProcess() for _ in range(count - len(pool))]
     return pool
-
-
-@pytest.fixture(name="make_group")
-def group_fixture(request: pytest.FixtureRequest) -> Iterator[MakeGroup]:
-    """Return a function that makes groups of processes, one at a time."""
-    with ExitStack() as stack:
-
-        def make(tp: int, pp: int, **options: Any) -> SimGroup:
-            group = SimGroup(_processes(request.session, tp * pp), tp, pp, **options)
-            stack.callback(group.leave)
-            return group
-
-        yield make

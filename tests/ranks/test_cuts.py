@@ -12,8 +12,8 @@ from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import DrivenRequest, RunnerDriver, i32, ints
-from tests.ranks.conftest import per_change
 from tests.ranks.group import GroupDriver
+from tests.ranks.models import per_change
 
 Start = Callable[..., GroupDriver]
 PROMPT = list(range(20, 49))

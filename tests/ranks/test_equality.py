@@ -8,8 +8,8 @@ import torch
 from services.checkpoint import DEMO_MODEL
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import RunnerDriver
-from tests.ranks.conftest import LAYOUTS, MODELS
 from tests.ranks.group import GroupDriver
+from tests.ranks.models import LAYOUTS, MODELS
 
 TOKENS = 16
 Start = Callable[..., GroupDriver]

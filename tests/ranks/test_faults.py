@@ -14,9 +14,9 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.steps import NewRequest, SchedulerOutput
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, NUM_SLOTS, DrivenRequest
-from tests.ranks.conftest import RankPool, per_change
 from tests.ranks.failures import RankFailure
-from tests.ranks.group import GroupDriver, NativeRankProcess, encode
+from tests.ranks.group import GroupDriver, NativeRankProcess, RankPool, encode
+from tests.ranks.models import per_change
 
 Start = Callable[..., GroupDriver]
 PROMPT = list(range(20, 49))

@@ -11,8 +11,7 @@ from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.integration.native.conftest import Family
 from tests.integration.native.engine_driver import EngineDriver
 from tests.integration.native.test_left_out import NGRAM, limits, requests, serve
-from tests.ranks.conftest import RankPool
-from tests.ranks.group import RankGroup
+from tests.ranks.group import RankGroup, RankPool
 
 encode = msgspec.msgpack.encode
 

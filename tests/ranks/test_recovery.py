@@ -24,7 +24,6 @@ MOMENTS = range(20 if SOAK else 2)
 LETTERS = StructuredOutputParams(GrammarKind.REGEX, "([a-z]{1,9} )*")
 STREAMS, TOKENS = range(32), 48
 WORKER = {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20}
-KINDS = {"tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2)}
 SIZES = {
     "tp2": (2, 1),
     "tp2-drafts": (2, 1),

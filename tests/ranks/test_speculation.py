@@ -13,8 +13,7 @@ from services.checkpoint import DEMO_MODEL
 from tests.integration.native import test_eagle
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver
-from tests.ranks.conftest import RankPool
-from tests.ranks.group import GroupDriver, RankGroup
+from tests.ranks.group import GroupDriver, RankGroup, RankPool
 from tests.ranks.test_equality import TOKENS, prompts
 
 NGRAM = Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3)

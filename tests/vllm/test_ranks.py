@@ -37,8 +37,7 @@ from services.worker.result_sender import EXIT_STUCK
 from tests.integration.native.engine_driver import EngineDriver
 from tests.integration.native.test_left_out import NGRAM, ServedAnswers, assert_equal, limits, requests
 from tests.integration.scheduler.engine import FrontendConnection, code_of
-from tests.ranks.conftest import RankPool
-from tests.ranks.group import RankGroup
+from tests.ranks.group import RankGroup, RankPool
 from tests.vllm import checkpoints
 from tests.vllm.parameter_cases import DEPTHS
 

@@ -80,8 +80,6 @@ class EngineTotals:
     """Monotonic clock, seconds."""
     idle: float
     """Seconds in which the worker waited without a plan."""
-    busy: float
-    """Seconds in which the worker computed."""
     steps: float
     running: float
     tokens: int
@@ -147,7 +145,6 @@ class BenchmarkClient:
                 EngineTotals(
                     time.monotonic(),
                     stats["worker_idle_seconds_total"],
-                    stats["worker_busy_seconds_total"],
                     stats["steps_total"],
                     stats["num_requests_running"],
                     self.tokens,
@@ -167,7 +164,6 @@ class BenchmarkClient:
         wall = last.at - first.at
         return {
             "idle_fraction": (last.idle - first.idle) / wall,
-            "busy_fraction": (last.busy - first.busy) / wall,
             "tokens_per_s": (last.tokens - first.tokens) / wall,
             "step_ms": 1e3 * wall / (last.steps - first.steps),
             "seconds": wall,

@@ -28,21 +28,13 @@ def features() -> str:
 
 
 @contextmanager
-def llama_cpp(
-    model: Path, streams: int, context: int, threads: int, cache_ram: int | None = None
-) -> Iterator[ServerProcess]:
-    """Start a server with one slot for each stream.
-
-    Args:
-        context: tokens of one slot.
-        cache_ram: MiB of prompts that have left the slots; None: slots do not keep prompts, either.
-    """
+def llama_cpp(model: Path, streams: int, context: int, threads: int) -> Iterator[ServerProcess]:
+    """Start a server with one slot of `context` tokens for each stream. It keeps no prompts."""
     port = free_port("127.0.0.1", 0)
     command = [
         str(SERVER), f"--model={model}", "--host=127.0.0.1", f"--port={port}", f"--threads={threads}",
         f"--threads-batch={threads}", f"--parallel={streams}", f"--ctx-size={streams * context}", "--cont-batching",
-        *(["--no-cache-prompt"] if cache_ram is None else []), f"--cache-ram={cache_ram or 0}", "--alias=model",
-        "--offline", "--log-disable",
+        "--no-cache-prompt", "--cache-ram=0", "--alias=model", "--offline", "--log-disable",
     ]  # fmt: skip
     separate = [part for item in command for part in (item.split("=", 1) if item.startswith("--") else [item])]
     with started(separate, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,19 +20,21 @@ STATE = EngineState(EnginePhase.READY)
 OUTPUTS = RequestOutputs(pack([1]), pack([0]), pack([5]), [])
 
 
-class Frontends:
+class DrivenConnections:
     """The scheduler's side, driven as by its service."""
 
-    def __init__(self, directory: Path) -> None:
-        self.endpoint = f"ipc://{directory}/c"
-        self.connections = FrontendConnections(self.endpoint)
-        self.received: list[tuple[int, object]] = []
-        self.gone: list[int] = []
+    def __init__(self, directory: Path, kind: type[FrontendConnections | WorkerConnections]) -> None:
+        self.endpoint = f"ipc://{directory}/s"
+        self.connections: Any = kind(self.endpoint)
+        self.received: list[tuple[Any, object]] = []
+        self.gone: list[Any] = []
 
     def pump(self) -> None:
         self.received += self.connections.receive()
         self.gone += self.connections.take_gone()
 
+
+class Frontends(DrivenConnections):
     def connect(self) -> Client:
         client = Client(self.endpoint)
         client.send_hello("frontend", "test")
@@ -53,7 +56,7 @@ class Frontends:
 
 @pytest.fixture
 def frontends(tmp_path: Path) -> Iterator[Frontends]:
-    frontends = Frontends(tmp_path)
+    frontends = Frontends(tmp_path, FrontendConnections)
     yield frontends
     frontends.connections.close(0)
 
@@ -92,19 +95,7 @@ def test_frontends_that_left_use_up_no_room(frontends: Frontends, monkeypatch: p
         assert len(frontends.connections) == 0
 
 
-class Workers:
-    """The scheduler's side, driven as by its service."""
-
-    def __init__(self, directory: Path) -> None:
-        self.endpoint = f"ipc://{directory}/w"
-        self.connections = WorkerConnections(self.endpoint)
-        self.received: list[tuple[bytes, object]] = []
-        self.gone: list[bytes] = []
-
-    def pump(self) -> None:
-        self.received += self.connections.receive()
-        self.gone += self.connections.take_gone()
-
+class Workers(DrivenConnections):
     def connect(self, name: str) -> tuple[Client, Client]:
         """The two connections of a worker."""
         clients = Client(self.endpoint), Client(self.endpoint)
@@ -133,7 +124,7 @@ class Workers:
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Workers]:
-    workers = Workers(tmp_path)
+    workers = Workers(tmp_path, WorkerConnections)
     yield workers
     workers.connections.close(0)
 
