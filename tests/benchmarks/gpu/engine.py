@@ -136,7 +136,7 @@ class StageEngine:
     def _launched(self, plan: SchedulerOutput, depth: int) -> list[ModelRunnerOutput]:
         """Launch a step; return the result of the oldest one, if `depth` steps are in flight."""
         self._stages.execute(plan)
-        self._flying.append(self._stages.sample(None))
+        self._flying.append(self._stages.sample())
         return [_result(self._flying.popleft())] if len(self._flying) >= depth else []
 
 
