@@ -50,5 +50,6 @@ class EmbeddingTable:
         """out[i] = vector of token index[i] in float32; int32[rows], float32[rows, width]."""
         if isinstance(self.weight, torch.Tensor):
             self._gather(index, self.weight, out)
-        elif self.weight is not None:
+        else:
+            assert self.weight is not None, "vectors in another layout are looked up by a class of their own"
             out.copy_(self.weight.select(index.long()))
