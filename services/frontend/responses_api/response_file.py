@@ -10,7 +10,7 @@ import fcntl
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -146,18 +146,18 @@ class FileLog:
     """Called with the number of bytes that were written."""
     _lock: int | None = None
     """The open file, if there is one."""
-    on_failure: Callable[[APIError], None] | None = None
-    """Fails the response. None until the first events are written."""
-    on_writable: Callable[[], None] | None = None
-    is_full: bool = False
-    is_complete: bool = False
-    _grown: asyncio.Event = field(default_factory=asyncio.Event)
-    _batches: list[list[int]] = field(default_factory=list)
-    _identity: str = ""
-    _num_tokens: int = 0
-    _fed: Callable[[], tuple[list[int], str]] | None = None
-    _unwritten: bytes = b""
-    """Events that the file does not have."""
+
+    def __post_init__(self) -> None:
+        self.on_failure: Callable[[APIError], None] | None = None
+        """Fails the response. None until the first events are written."""
+        self.on_writable: Callable[[], None] | None = None
+        self.is_full = self.is_complete = False
+        self._grown = asyncio.Event()
+        self._batches: list[list[int]] = []
+        self._identity, self._num_tokens = "", 0
+        self._fed: Callable[[], tuple[list[int], str]] | None = None
+        self._unwritten = b""
+        """Events that the file does not have."""
 
     def follow(self, choice: Choice, ledger: RequestLedger, delivered: Delivered) -> None:
         """Write the tokens of this choice with their events, behind those that the file has."""

@@ -17,8 +17,10 @@ class StopFilter:
     _stops: list[str]
     _include: bool = False
     """Pass the stop string itself on too."""
-    _held: str = ""
-    matched: str | None = None
+
+    def __post_init__(self) -> None:
+        self._held = ""
+        self.matched: str | None = None
 
     def push(self, text: str) -> str:
         """Return the text that is certain now; after a match always ""."""

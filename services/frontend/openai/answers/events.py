@@ -64,9 +64,9 @@ class EventEncoder:
     _usage: UsageCounter
     _first_fields: Mapping[str, Any]
     """Fields of the first event only."""
-    _num_choices: int = 0
 
     def __post_init__(self) -> None:
+        self._num_choices = 0
         self._head = {"object": self._dialect.chunk_object, **self._given}
         self._no_usage = {"usage": None} if self._options.include_usage else {}
 
