@@ -59,8 +59,8 @@ class WatchedGrammar(Automaton):
         super().fill(mask)
 
 
-class Clock:
-    """In place of the module `time`: it stands still but for slow grammars."""
+class GrammarClock:
+    """Clock in place of the module `time` that only slow grammars move."""
 
     now = 0.0
 
@@ -71,7 +71,7 @@ class Clock:
 class SlowGrammar(Automaton):
     seconds = 0.0
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: GrammarClock) -> None:
         super().__init__(3, -1, VOCAB, ())
         self._clock = clock
 
@@ -111,7 +111,7 @@ def test_few_masks_of_quick_grammars_are_made_in_the_loop(
 def test_a_grammar_that_becomes_slow_delays_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks that took too long together are made one by one the next time, which finds the slow one."""
     monkeypatch.setattr(masks_module, "IN_LOOP", -1.0)
-    monkeypatch.setattr(masks_module, "time", clock := Clock())
+    monkeypatch.setattr(masks_module, "time", clock := GrammarClock())
     batches = list[int]()
 
     def fill(grammars: Sequence[Automaton], masks: np.ndarray) -> None:

@@ -148,7 +148,7 @@ def test_grammar_without_a_match_fails_at_its_first_mask() -> None:
 
 
 def test_masks_that_are_filled_together_are_those_that_are_filled_alone() -> None:
-    """Of outputs that have not begun, are within their grammar, have ended, failed and fail now."""
+    """Outputs that have not begun, are within their grammar, have ended, have failed and fail now."""
     a, b = tokens_of("a")[0], tokens_of("b")[0]
 
     def grammars() -> list[Matcher]:
