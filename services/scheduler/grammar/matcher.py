@@ -161,6 +161,7 @@ class MatcherBatch:
     def fill(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
         """Fill `masks`, int32[matchers, ceil(vocab / 32)], contiguous, as `Matcher.fill` does."""
         computed = [(matcher.matcher, row) for row, matcher in enumerate(matchers) if matcher.constrains]
-        self._executor.unsafe_compute_mask_ptr(computed, masks.ctypes.data, masks.strides[0], len(masks))
+        if computed:  # the library refuses an empty list
+            self._executor.unsafe_compute_mask_ptr(computed, masks.ctypes.data, masks.strides[0], len(masks))
         for matcher, mask in zip(matchers, masks, strict=True):
             matcher.complete(mask)

@@ -167,6 +167,8 @@ def test_masks_that_are_filled_together_are_those_that_are_filled_alone() -> Non
     for grammar, mask in zip(grammars(), alone, strict=True):
         grammar.fill(mask)
     assert np.array_equal(together, alone)
+    MatcherBatch().fill([batch[0]], together[:1])
+    assert (together[0] == -1).all()
     assert [grammar.accept(a) for grammar in batch] == [True, False, True, False, True, False]
 
 
