@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
 
 import zmq
@@ -50,6 +51,7 @@ from services.scheduler.core.results import UnknownResult
 from services.scheduler.engine_state import StateReports
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.masks import INLINE_MASKS, MaskThread
+from services.scheduler.grammar.matcher import MatcherBatch
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
@@ -82,6 +84,8 @@ PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
 CHECK_INTERVAL = 0.02
 """Seconds between two looks at the timeouts of workers, if nothing but results arrives from them."""
+SWITCH_INTERVAL = 1e-4
+"""Seconds after which the loop lends the interpreter's lock to a thread that makes masks or compiles a grammar."""
 GAUGE_INTERVAL = 0.1
 """Seconds between two reports of the gauges while there are requests."""
 
@@ -160,7 +164,7 @@ class Service:
                     self._read_workers()
                 self._watch_workers()
                 if self.engine is not None:
-                    self._structured.read(self.engine, self._worker_seconds, self._send)
+                    self._structured.read(self.engine)
                 self._send()
                 worked = time.monotonic() - began
             if self.group.failed:
@@ -293,7 +297,7 @@ class Service:
         self.group.on_result(result.epoch, result.step_id, now)
         if result.epoch == self.group.epoch:
             self._subscriptions.add_times(worker, result, self.workers.clock_offset(worker))
-            self._worker_seconds.add(result.times, self.workers.clock_offset(worker), now)
+            self._worker_seconds.add(result.times)
         try:
             self.engine.on_result(result)
         except UnknownResult as error:  # worker and scheduler disagree about the batch
@@ -520,10 +524,11 @@ def run(config: SchedulerConfig) -> int:
         compiler, tokenizer = GrammarCompiler(vocabulary), text_digest(vocabulary.text)
         if vocabulary.width:  # now, while the workers start, instead of when they are ready
             compiler.set_vocab_size(vocabulary.width)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     with stop_signals() as wakeup:
         incarnation = time.time_ns() // 1_000_000
         alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
-        service = Service(config, incarnation, compiler, tokenizer, MaskThread(), alarm)
+        service = Service(config, incarnation, compiler, tokenizer, MaskThread(MatcherBatch().fill), alarm)
         start_log.debug(STARTED)
         try:
             status = service.run(wakeup)

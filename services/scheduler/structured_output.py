@@ -2,22 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
 
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.grammar import Grammar
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.masks import MaskThread
-from services.scheduler.worker_seconds import WorkerSeconds
 
 GRAMMAR_SECONDS = 0.01
 """Seconds of one turn after which compiled grammars wait for the next one. Each is given the tokens delivered before, a
 million in 1 to 2 s."""
-MASK_PATIENCE = 5e-4
-"""Seconds that the loop waits for masks after it has submitted some, so that they are sent before the next plan."""
-MASK_SHARE = 1 / 3
-"""Share of a forward pass for which the loop waits for masks that are made fast. If it formed the plan meanwhile, it
-would keep the interpreter's lock from the thread that makes them; the plan is due only when the pass ends."""
 
 
 class StructuredOutput:
@@ -36,8 +29,8 @@ class StructuredOutput:
         """File descriptors, one of which is readable when there is something to `read`."""
         return [maker.fileno() for maker in (self.compiler, self.mask_thread) if maker is not None]
 
-    def read(self, engine: EngineCore, worker_seconds: WorkerSeconds, send: Callable[[], None]) -> None:
-        """Give the core what is made. Call it in each turn of the loop; `send` sends everything that is to be sent."""
+    def read(self, engine: EngineCore) -> None:
+        """Give the core what is made. Call it in each turn of the loop, before the next plan is formed."""
         if self.compiler is not None:
             self.grammars += self.compiler.take()
             ends = time.monotonic() + GRAMMAR_SECONDS
@@ -50,11 +43,7 @@ class StructuredOutput:
                 if time.monotonic() >= ends:
                     break
         if self.mask_thread is not None:
-            needed = self.mask_thread.seconds_needed
-            if needed and not worker_seconds.arrives_in_time(time.monotonic() + needed):
-                send()  # they come too late for the step in flight, and the next plan need not
-            most = max(MASK_PATIENCE, MASK_SHARE * worker_seconds.last_forward)
-            self.mask_thread.wait(MASK_PATIENCE, most)
+            self.mask_thread.start()
             for ticket, masks in self.mask_thread.take():
                 engine.on_masks(ticket, masks)
 

@@ -7,36 +7,19 @@ class WorkerSeconds:
     """Sums since the start of the scheduler."""
 
     def __init__(self) -> None:
-        self.last_forward = 0.0
-        """Seconds of the last forward pass."""
-        self._next_end = self._transit = 0.0
         self._sums = dict.fromkeys(
             ("idle", "busy", "forward", "sampling", "plan_wait", "prepared_wait", "forward_gap"), 0.0
         )
 
-    def add(self, times: StepTimes, clock_offset: float, now: float) -> None:
-        """Add a step.
-
-        Args:
-            clock_offset: seconds to subtract from `times` to get this process's time.
-            now: when its result was received.
-        """
-        sums, self.last_forward = self._sums, times.forward_ended - times.forward_began
+    def add(self, times: StepTimes) -> None:
+        sums = self._sums
         sums["idle"] += times.idle
         sums["busy"] += times.sampled - times.forward_began
-        sums["forward"] += self.last_forward
+        sums["forward"] += times.forward_ended - times.forward_began
         sums["sampling"] += times.sampled - times.forward_ended
         sums["plan_wait"] += times.plan_wait
         sums["prepared_wait"] += times.prepared_wait
         sums["forward_gap"] += times.forward_gap
-
-        self._next_end = times.forward_ended - clock_offset + self.last_forward
-        self._transit = now - (times.sent - clock_offset)
-
-    def arrives_in_time(self, sent: float) -> bool:
-        """Return whether a message that is sent at `sent` arrives before the forward pass that follows the last known
-        one ends, if the two take equally long and there is no gap between them."""
-        return sent + self._transit < self._next_end
 
     def stats(self) -> dict[str, float]:
         """Return the sums by the names of their metrics."""

@@ -9,13 +9,13 @@ import queue
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.silence import SIGN_INTERVAL
 from services.scheduler.grammar.base import Grammar
 from services.scheduler.grammar.threads import LoopWakeup, deep_stacks
 
@@ -23,11 +23,13 @@ FAILPOINT = "RUNAHEAD_FAILPOINT_MASK_SECONDS"
 WAKE_INTERVAL = 1e-3
 """Seconds. Masks that are made within it are sent together, if more are to be made."""
 QUICK = 5e-4
-"""Seconds. Masks that took no longer are made in the loop the next time."""
-LONGEST = SIGN_INTERVAL / 2
-"""Seconds that `wait` takes at most: the scheduler's signs of life wait meanwhile."""
+"""Seconds. Masks that took no longer are made together with others the next time."""
+IN_LOOP = 2e-4
+"""Seconds. Masks that take longer together are made beside the loop: to wake a thread takes half of it."""
 Masks = NDArray[np.int32]
 """int32[masks, ceil(vocab / 32)]"""
+FillMasks = Callable[[Sequence[Any], Masks], None]
+"""Fills int32[grammars, words], a mask for the next token of each grammar."""
 
 
 def make_masks(grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks:
@@ -38,6 +40,11 @@ def make_masks(grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks:
         grammar.fill(masks[0])
         return masks
     return masks[: grammar.look_ahead(draft_ids, masks)]
+
+
+def fill_each(grammars: Sequence[Grammar], masks: Masks) -> None:
+    for grammar, mask in zip(grammars, masks, strict=True):
+        grammar.fill(mask)
 
 
 class InlineMaskMaker:
@@ -62,12 +69,13 @@ class _Job(NamedTuple):
 class MaskThread:
     """A `MaskMaker` that holds the scheduler's loop up for a bounded time only.
 
-    `wait` makes the masks of grammars whose last mask was quick: another thread would have to take turns with the loop
-    for the interpreter's lock and for a core. All other masks are made by a thread, which starts with the first one.
-    llguidance releases the lock while it computes. The public methods belong to the scheduler's thread. An error of a
-    mask is raised by `wait` or `take`.
+    Masks of grammars whose last one was quick are made together by one call of the library: in the loop if there are
+    few, otherwise on a thread beside it, for which the library releases the interpreter's lock while it computes. All
+    others are made by the thread one by one. It starts with the first mask. The public methods belong to the
+    scheduler's thread. An error of a mask is raised by `take`.
 
     Args:
+        fill: as `fill_each`, perhaps faster.
         quick: seconds of a quick mask.
 
     RUNAHEAD_FAILPOINT_MASK_SECONDS is for tests and benchmarks: it makes all masks that many seconds late.
@@ -75,101 +83,73 @@ class MaskThread:
 
     late = True
 
-    def __init__(self, quick: float = QUICK) -> None:
-        self._quick_seconds = quick
+    def __init__(self, fill: FillMasks = fill_each, quick: float = QUICK) -> None:
+        self._fill, self._quick_seconds = fill, quick
         self._jobs: queue.SimpleQueue[tuple[list[_Job], float] | None] = queue.SimpleQueue()
-        """For the thread, in lists, each of which wakes it once, with the time of the last submission."""
-        self._quick_jobs: deque[_Job] = deque()
-        """For `wait`."""
+        """For the thread: masks to be made together, with the time of their submission."""
+        self._submitted: list[_Job] = []
+        """Quick ones, for `start`."""
         self._pace = quick
         """Mean seconds of the last quick masks."""
         self._quick: WeakSet[Grammar] = WeakSet()
         """Grammars whose last masks were quick."""
         self._delay = float(os.environ.get(FAILPOINT) or 0)
-        self._made: deque[tuple[_Job, Masks | Exception, float]] = deque()
-        """Made by the thread, each with the seconds that it took."""
-        self._ready: list[tuple[int, Masks]] = []
-        """Made by `wait`."""
-        self._num_open = 0
-        """Masks that were submitted and not taken."""
-        self._submitted = 0.0
-        """Time of the last submission, or of the first one of quick masks that follow one another."""
+        self._made: deque[tuple[list[_Job], list[Masks] | Exception, float]] = deque()
+        """Made together, each with the seconds that they took."""
+        self._woken = 0.0
+        """Time at which the loop was woken last."""
         self._closed = False
         self._thread: threading.Thread | None = None
         self._wakeup = LoopWakeup()
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable when there is a result for `take`."""
+        """Return a file descriptor that is readable when there is something to `start` or to `take`."""
         return self._wakeup.fileno()
 
     def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
-        self._num_open += 1
         job = _Job(ticket, grammar, draft_ids, num_words)
         if self._delay or grammar not in self._quick:
-            self._submitted = time.monotonic()
             self._hand_over([job])
-            return None
-        if not self._quick_jobs:
-            self._submitted = time.monotonic()
-            self._wakeup.set()  # the loop must not sleep before `wait`
-        self._quick_jobs.append(job)
+        else:
+            self._submitted.append(job)
+            self._wakeup.set()  # the loop must not sleep before `start`
         return None
+
+    def start(self) -> None:
+        """Make the quick masks that were submitted, or let the thread make them."""
+        if not (jobs := self._submitted):
+            return
+        self._submitted = []
+        if len(jobs) * self._pace > IN_LOOP:
+            self._hand_over(jobs)
+        else:
+            self._make(jobs)
 
     def _hand_over(self, jobs: list[_Job]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
             with deep_stacks():
                 self._thread.start()
-        self._jobs.put((jobs, self._submitted))
-
-    @property
-    def seconds_needed(self) -> float:
-        """Seconds that `wait` needs for the quick masks."""
-        return len(self._quick_jobs) * self._pace
-
-    def wait(self, patience: float, most: float) -> None:
-        """Make quick masks for `most` seconds; the thread makes the rest. Then wait until no mask is being made: for
-        `patience` seconds from the last submission on, and for up to `most` seconds while masks are made so fast that
-        the missing ones take twice as long at most. At most `LONGEST` in all."""
-        most = min(most, LONGEST)
-        self._make_quick(time.monotonic() + most)  # a plan may have been sent since they were submitted
-        if self._quick_jobs:
-            self._hand_over([*self._quick_jobs])
-            self._quick_jobs.clear()
-        while (missing := self._num_open - (made := len(self._made) + len(self._ready))) > 0:
-            now = time.monotonic()
-            fast = missing * (now - self._submitted) <= 2 * made * most
-            if (left := self._submitted + (most if fast else patience) - now) <= 0:
-                return
-            self._wakeup.wait(left)
-            self._wakeup.clear()
-
-    def _make_quick(self, deadline: float) -> None:
-        """Make quick masks, and begin none after `deadline`."""
-        began = ended = time.monotonic()
-        before = len(self._ready)
-        while self._quick_jobs and ended < deadline:
-            ticket, grammar, draft_ids, num_words = self._quick_jobs.popleft()
-            started = ended
-            self._ready.append((ticket, make_masks(grammar, draft_ids, num_words)))
-            ended = time.monotonic()
-            if ended - started > self._quick_seconds:
-                self._quick.discard(grammar)
-        if made := len(self._ready) - before:
-            self._pace = (ended - began) / made
+        self._jobs.put((jobs, time.monotonic()))
 
     def take(self) -> list[tuple[int, Masks]]:
         """Return each result once: (ticket, masks)."""
         self._wakeup.clear()
-        taken, self._ready = self._ready, []
+        taken: list[tuple[int, Masks]] = []
         while self._made:
-            job, made, seconds = self._made.popleft()
+            jobs, made, seconds = self._made.popleft()
             if isinstance(made, Exception):
                 raise made
-            (self._quick.add if seconds <= self._quick_seconds else self._quick.discard)(job.grammar)
-            taken.append((job.ticket, made))
-        self._num_open -= len(taken)
+            self._judge(jobs, seconds)
+            taken += [(job.ticket, masks) for job, masks in zip(jobs, made, strict=True)]
         return taken
+
+    def _judge(self, jobs: list[_Job], seconds: float) -> None:
+        """Note which grammars are quick. One that is not would delay all masks that are made together with it."""
+        if quick := seconds <= self._quick_seconds + 2 * self._pace * (len(jobs) - 1):
+            self._pace = seconds / len(jobs)
+        for job in jobs:
+            (self._quick.add if quick else self._quick.discard)(job.grammar)
 
     def close(self) -> None:
         """End the thread when the mask that it makes is ready. Others are not made any more."""
@@ -180,22 +160,31 @@ class MaskThread:
         self._wakeup.close()
 
     def _run(self) -> None:
-        """Make masks. The scheduler's loop is woken when none is left to be made, and every `WAKE_INTERVAL`."""
-        woken = 0.0
         while (handed_over := self._jobs.get()) is not None:
             jobs, submitted = handed_over
-            for job in jobs:
-                if self._closed:
-                    return
-                if self._delay:
-                    time.sleep(max(0.0, submitted + self._delay - time.monotonic()))
-                started = time.monotonic()
-                try:
-                    masks: Masks | Exception = make_masks(job.grammar, job.draft_ids, job.num_words)
-                except Exception as error:  # the scheduler's thread raises it
-                    masks = error
-                ended = time.monotonic()
-                self._made.append((job, masks, ended - started))
-                if (job is jobs[-1] and self._jobs.empty()) or ended - woken > WAKE_INTERVAL:
-                    woken = ended
-                    self._wakeup.set()
+            if self._closed:
+                return
+            if self._delay:
+                time.sleep(max(0.0, submitted + self._delay - time.monotonic()))
+            self._make(jobs)
+
+    def _make(self, jobs: list[_Job]) -> None:
+        """Make masks together. The scheduler's loop is woken when no more are to be made, and every `WAKE_INTERVAL`."""
+        started = time.monotonic()
+        made: list[Masks] | Exception
+        try:
+            made = self._masks(jobs)
+        except Exception as error:  # the scheduler's thread raises it
+            made = error
+        ended = time.monotonic()
+        self._made.append((jobs, made, ended - started))
+        if self._jobs.empty() or ended - self._woken > WAKE_INTERVAL:
+            self._woken = ended
+            self._wakeup.set()
+
+    def _masks(self, jobs: list[_Job]) -> list[Masks]:
+        if len(jobs) == 1 or any(job.draft_ids for job in jobs):
+            return [make_masks(job.grammar, job.draft_ids, job.num_words) for job in jobs]
+        masks = np.empty((len(jobs), jobs[0].num_words), np.int32)
+        self._fill([job.grammar for job in jobs], masks)
+        return [*masks[:, None]]

@@ -1,16 +1,18 @@
 """Matching state of one request's output, by llguidance."""
 
 import logging
+import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from ctypes import addressof, c_char
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from services.scheduler.grammar.errors import row_limit
-from services.scheduler.grammar.limits import MAX_FILL_SECONDS, MAX_WHITESPACE
+from services.scheduler.grammar.limits import MAX_FILL_SECONDS, MAX_WHITESPACE, STACK_BYTES
 from services.scheduler.grammar.whitespace import Whitespace
 
 log = logging.getLogger("runahead.scheduler.grammar")
@@ -39,7 +41,7 @@ class Matcher:
             begins_after: every token is allowed until these tokens were emitted in this order.
             whitespace: bound on whitespace, for a JSON output.
         """
-        self._matcher = matcher
+        self.matcher = matcher
         self._library_eos = library_eos[0]
         self._eos = frozenset(eos_token_ids or library_eos)
         self._other_eos = frozenset(library_eos) - self._eos
@@ -62,7 +64,7 @@ class Matcher:
             return True
         self._ended = token_id in self._eos
         known = self._library_eos if self._ended else token_id
-        self._failed = token_id in self._other_eos or not self._matcher.consume_token(known)
+        self._failed = token_id in self._other_eos or not self.matcher.consume_token(known)
         if self._failed:
             self._log_failure("the token does not match it")
         if self._whitespace is not None:
@@ -73,9 +75,17 @@ class Matcher:
         """Raises: ValueError, if the mask is not contiguous or its size is not that of the vocabulary."""
         if not mask.flags.c_contiguous:
             raise ValueError("a mask must be contiguous")
-        if not (self._failed or self._ended or self._waits):
-            too_slow = self._compute(mask)
-            if too_slow or self._matcher.is_error():
+        self.complete(mask, self.constrains and self._compute(mask))
+
+    @property
+    def constrains(self) -> bool:
+        """False: every token may come next."""
+        return not (self._failed or self._ended or self._waits)
+
+    def complete(self, mask: NDArray[np.int32], too_slow: bool = False) -> None:
+        """Make the library's mask that of the request."""
+        if self.constrains:
+            if too_slow or self.matcher.is_error():
                 self._failed = True
                 self._log_failure(f"a mask took more than {MAX_FILL_SECONDS:g} s" if too_slow else "no token matches")
             if self._translates_eos:
@@ -83,7 +93,7 @@ class Matcher:
                 self._failed |= not mask.any()
             if self._num_blank >= MAX_WHITESPACE and self._whitespace is not None:
                 self._whitespace.forbid(mask)
-        if self._failed or self._ended or self._waits:
+        if not self.constrains:
             mask[:] = -1
 
     def look_ahead(self, token_ids: list[int], masks: NDArray[np.int32]) -> int:
@@ -101,14 +111,14 @@ class Matcher:
                 break
             filled += 1
         if consumed:
-            self._matcher.rollback(consumed)
+            self.matcher.rollback(consumed)
         self._tail, self._waits, self._num_blank, self._suspect = tail, waits, blank, suspect
-        self._failed = failed or self._matcher.is_error()
+        self._failed = failed or self.matcher.is_error()
         return filled
 
     def _log_failure(self, why: str) -> None:
         """Log the cause. llguidance's own text may quote the grammar."""
-        log.warning("an output cannot be kept within its grammar: %s", row_limit(self._matcher.get_error()) or why)
+        log.warning("an output cannot be kept within its grammar: %s", row_limit(self.matcher.get_error()) or why)
 
     def _compute(self, mask: NDArray[np.int32]) -> bool:
         """Let llguidance fill the mask. Return whether that took too long.
@@ -119,7 +129,7 @@ class Matcher:
         clock = time.thread_time if self._suspect else time.perf_counter
         started = clock()
         # `mask.ctypes` costs more than a mask; llguidance checks the size.
-        self._matcher.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(mask.data)), mask.nbytes)
+        self.matcher.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(mask.data)), mask.nbytes)
         slow, was_suspect = clock() - started > MAX_FILL_SECONDS, self._suspect
         self._suspect = slow or was_suspect
         return slow and was_suspect
@@ -137,3 +147,21 @@ class Matcher:
 
 def _allows(mask: NDArray[np.int32], token: int) -> bool:
     return token < 32 * len(mask) and bool(int(mask[token // 32]) >> token % 32 & 1)
+
+
+class MatcherBatch:
+    """Fills the masks of several matchers with one call of the library, which needs the interpreter's lock only to
+    begin and to end. No mask of it counts as too slow."""
+
+    def __init__(self) -> None:
+        os.environ["RUST_MIN_STACK"] = str(4 * STACK_BYTES)  # of the library's threads, as in `deep_stacks`
+        # Workers on the same machine need the other cores.
+        self._executor = LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 4))
+
+    def fill(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
+        """Fill `masks`, int32[matchers, ceil(vocab / 32)], contiguous, as `Matcher.fill` does."""
+        computed = [(matcher.matcher, row) for row, matcher in enumerate(matchers) if matcher.constrains]
+        if computed:  # the library refuses an empty list
+            self._executor.unsafe_compute_mask_ptr(computed, masks.ctypes.data, masks.strides[0], len(masks))
+        for matcher, mask in zip(matchers, masks, strict=True):
+            matcher.complete(mask)

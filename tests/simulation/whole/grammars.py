@@ -95,11 +95,9 @@ class SimulatedMaskThread:
         self._network, self._seconds, self._wakeup = network, seconds, Wakeup(network)
         self._masks = LateMasks()
         self._made: deque[tuple[int, Masks]] = deque()
-        self._submitted = 0.0
 
     def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
         self._masks.submit(ticket, grammar, draft_ids, num_words)
-        self._submitted = self._network.hub.now
         seconds = self._network.rng.choice(self._seconds)
         self._network.hub.after(seconds, partial(self._finish, ticket))
         return None
@@ -114,17 +112,8 @@ class SimulatedMaskThread:
     def fileno(self) -> int:
         return self._wakeup.fileno()
 
-    @property
-    def seconds_needed(self) -> float:
-        return max(self._seconds) if self._masks.waiting else 0.0
-
-    def wait(self, patience: float, most: float) -> None:
-        hub = self._network.hub
-        while missing := len(self._masks.waiting):
-            fast = missing * (hub.now - self._submitted) <= 2 * len(self._made) * most
-            if (left := self._submitted + (most if fast else patience) - hub.now) <= 0:
-                return
-            hub.wait((self._wakeup.waiters,), left)
+    def start(self) -> None:
+        """Nothing waits for it."""
 
     def take(self) -> list[tuple[int, Masks]]:
         self._wakeup.inbox.clear()

@@ -1,12 +1,8 @@
-"""Messages that take longer than a step, and the order of plans and masks."""
-
-from collections import Counter
+"""Messages that take longer than a step."""
 
 import pytest
 
 from protocol.sampling import SamplingParams, StructuredOutputParams
-from services.scheduler.core.observer import Event, GrammarSent, StepDispatched
-from services.scheduler.structured_output import MASK_PATIENCE
 from tests.simulation.grammar import structured
 from tests.simulation.whole.client import ClientRequest, check_answer
 from tests.simulation.whole.network import Speeds
@@ -38,29 +34,3 @@ def test_a_constrained_request_goes_on_beside_others(depth: int, stages: int, la
         for each in system.requests:
             assert each.outcome == "done", each.error
             check_answer(each)
-
-
-class MasksBehindPlans:
-    """Observer that counts masks by the number of later steps that were dispatched before them."""
-
-    def __init__(self) -> None:
-        self.last_step, self.counts = 0, Counter[int]()
-
-    def observe(self, event: Event) -> None:
-        if isinstance(event, StepDispatched):
-            self.last_step = event.step.step_id
-        elif isinstance(event, GrammarSent):
-            self.counts[self.last_step - event.message.step_id] += 1
-
-
-def test_the_next_plan_is_sent_before_masks_that_may_come_too_late() -> None:
-    """The loop would wait for masks that are made so fast. The workers here report no times, so none are known to
-    arrive before the forward pass in flight ends."""
-    layout = Layout(1, mask_seconds=(0.3 * MASK_PATIENCE,), step_seconds=STEP)
-    system, masks = System(0, layout), MasksBehindPlans()
-    with system.started():
-        system.engine.service.engine.observers.add(masks)
-        for grammar in (structured(1), None):
-            system.send_later(request(system, system.hub.now, grammar))
-        assert system.hub.run(60.0, lambda: system.answered)
-    assert masks.counts[1] > TOKENS / 2 > masks.counts[0]

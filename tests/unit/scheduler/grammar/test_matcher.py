@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from protocol.sampling import GrammarKind
 from services.scheduler.grammar import matcher as matcher_module
-from services.scheduler.grammar.matcher import Matcher
+from services.scheduler.grammar.matcher import Matcher, MatcherBatch
 from tests.unit.scheduler.grammar.support import (
     EOS,
     LIBRARY,
@@ -145,6 +145,31 @@ def test_grammar_without_a_match_fails_at_its_first_mask() -> None:
     grammar = Matcher(library, (EOS,))
     assert len(allowed(grammar)) == EVERYTHING
     assert not grammar.accept(tokens_of("a")[0])
+
+
+def test_masks_that_are_filled_together_are_those_that_are_filled_alone() -> None:
+    """Outputs that have not begun, are within their grammar, have ended, have failed and fail now."""
+    a, b = tokens_of("a")[0], tokens_of("b")[0]
+
+    def grammars() -> list[Matcher]:
+        waits, inside, ended, failed = (regex_matcher("a[bc]", begins_after=begin) for begin in ((b,), (), (), ()))
+        assert inside.accept(a)
+        assert ended.accept(a)
+        assert ended.accept(b)
+        assert ended.accept(EOS)
+        assert not failed.accept(b)
+        translated = regex_matcher("a?", eos_token_ids=(OTHER_EOS,))
+        without_match = LLMatcher(LIBRARY, LLMatcher.grammar_from_lark("start: a\na: b\nb: a"), log_level=0)
+        return [waits, inside, ended, failed, translated, Matcher(without_match, (EOS,))]
+
+    together, alone = np.empty((2, 6, WORDS), np.int32)
+    MatcherBatch().fill(batch := grammars(), together)
+    for grammar, mask in zip(grammars(), alone, strict=True):
+        grammar.fill(mask)
+    assert np.array_equal(together, alone)
+    MatcherBatch().fill([batch[0]], together[:1])
+    assert (together[0] == -1).all()
+    assert [grammar.accept(a) for grammar in batch] == [True, False, True, False, True, False]
 
 
 def look_ahead(grammar: Matcher, text: str) -> list[set[int]]:
