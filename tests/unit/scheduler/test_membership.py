@@ -32,7 +32,6 @@ from services.config import SchedulerConfig
 from services.scheduler.engine_state import StateReports
 from services.scheduler.membership import Action, Ended, FailRequests, News, Refuse, Send, Started, WorkerGroup
 from services.scheduler.membership.formation import RETURN_SECONDS
-from services.scheduler.membership.group_states import GroupState
 from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS
 from services.scheduler.membership.member_states import MemberState
 from services.scheduler.membership.step_watch import FLOOR, SMALLEST, STRETCH, StepSize
@@ -780,7 +779,7 @@ def test_a_group_that_failed_takes_no_events() -> None:
     g = serving("a")
     g.fail("no policy fits", 1.0)
     assert [type(a) for a in g.actions()] == [Ended, FailRequests, Send]
-    assert g.state is GroupState.FAILED
+    assert g.state is EnginePhase.FAILED
     assert g.register("b", at=2.0) == g.lose("a", 3.0) == g.check_at(1000.0) == []
     g.fail("again", 1001.0)
     assert g.actions() == []
