@@ -258,12 +258,16 @@ class Service:
         for worker, message in self.workers.receive():
             if not isinstance(message, StepResult):
                 self._next_check = now
-            self._on_worker_message(worker, message, now)
+            try:
+                self._on_worker_message(worker, message, now)
+            except ProtocolError as error:
+                self.workers.server.count_error(worker, error)
             self._act()
             if isinstance(message, ModelRunnerOutput) and message.embeddings:
                 self._publish()  # those of two steps may be too large for one message
 
     def _on_worker_message(self, worker: bytes, message: WorkerMessage | StepResult, now: float) -> None:
+        """Raises: ProtocolError"""
         match message:
             case ModelRunnerOutput():
                 self._on_result(worker, message, now)
@@ -274,15 +278,9 @@ class Service:
             case Pong():
                 self.group.on_pong(worker, message.number)
                 if message.tiers and self.engine is not None and worker in self._ranks:
-                    try:
-                        self._tiers.on_report(worker, message.tiers, self.engine.observers)
-                    except ProtocolError as error:
-                        self.workers.server.count_error(worker, error)
+                    self._tiers.on_report(worker, message.tiers, self.engine.observers)
             case _:
-                try:
-                    self.group.on_message(worker, message, now)
-                except ProtocolError as error:
-                    self.workers.server.count_error(worker, error)
+                self.group.on_message(worker, message, now)
 
     def _on_result(self, worker: bytes, result: ModelRunnerOutput, now: float) -> None:
         if self.engine is None:

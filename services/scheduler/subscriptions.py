@@ -102,7 +102,7 @@ class Subscriptions(CoreListener):
             return
         if self.active and self._recorder is None:
             self._recorder = StepRecorder(len(self._ranks), self._epoch)
-            self._core.attach(self._recorder)
+            self._core.observers.add(self._recorder)
             self._core.observers.rank_times = True
         elif not self.active and self._recorder is not None:
             self._core.observers.remove(self._recorder)

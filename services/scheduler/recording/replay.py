@@ -54,7 +54,7 @@ class ProductionCore:
         """Return the batching policy of an epoch."""
         return make_policy(self.config, limits)
 
-    def drafting(self) -> Drafting | None:
+    def drafting(self) -> Drafting:
         return drafting_from_config(self.config.speculative_config)
 
     def core(self, compiler: Compiler | None, mask_maker: MaskMaker) -> EngineCore:

@@ -14,12 +14,12 @@ def test_a_walk_that_ends_early_loses_no_request() -> None:
     requests = [request(number=order_key) for order_key in range(5)]
     for r in requests:
         queue.add(r)
-    for r in queue.in_order():
+    for r in queue:
         if r.order_key == 1:
             queue.remove(r)
         if r.order_key == 2:
             break
-    assert list(queue.in_order()) == [requests[i] for i in (0, 2, 3, 4)]
+    assert list(queue) == [requests[i] for i in (0, 2, 3, 4)]
 
 
 def test_a_late_token_grows_its_request_and_the_sum() -> None:
@@ -47,4 +47,4 @@ def test_random_use_equals_a_sorted_list() -> None:
                     model[out.order_key] = out
         assert queue.head() is (model[min(model)] if model else None)
         assert queue.num_tokens == sum(len(r.token_ids) for r in model.values())
-    assert list(queue.in_order()) == [model[order_key] for order_key in sorted(model)]
+    assert list(queue) == [model[order_key] for order_key in sorted(model)]
