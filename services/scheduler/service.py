@@ -263,8 +263,8 @@ class Service:
             except ProtocolError as error:
                 self.workers.server.count_error(worker, error)
             self._act()
-            if isinstance(message, ModelRunnerOutput) and message.embeddings:
-                self._publish()  # those of two steps may be too large for one message
+            if isinstance(message, ModelRunnerOutput) and message.embeddings and self.engine is not None:
+                self._publish(self.engine)  # those of two steps may be too large for one message
 
     def _on_worker_message(self, worker: bytes, message: WorkerMessage | StepResult, now: float) -> None:
         """Raises: ProtocolError"""
@@ -349,13 +349,13 @@ class Service:
                         self._report_state()
                     if self.engine is not None:
                         self.engine.fail_all(error)
-                        self._publish()
+                        self._publish(self.engine)
                 case News(text):
                     log.info("%s", text)
 
     def _start(self, started: Started) -> None:
         self._ranks, self._started = started.peers, started
-        self._subscriptions.start_epoch(started.peers, started.epoch)
+        self._subscriptions.start_epoch(started.peers)
         c, limits = self.config, started.limits
         try:
             policy = make_policy(c, limits)
@@ -377,14 +377,9 @@ class Service:
         else:
             engine.start_epoch(limits, policy, started.epoch)
         engine.store.pins.are_kept = started.knows_pins
-        self._adopt(started)
-
-    def _adopt(self, started: Started) -> None:
-        """Begin with the blocks that all ranks hold. A recording without tokens cannot contain their names."""
-        c = self.config
-        if started.held is not None and self.engine is not None and (not c.record or c.record_tokens):
-            self.engine.prefix_cache.adopt(started.held)
-            pool = self.engine.epoch.kv.pool
+        if started.held is not None and (not c.record or c.record_tokens):  # no other contains their names
+            engine.prefix_cache.adopt(started.held)
+            pool = engine.epoch.kv.pool
             log.info("%d of %d KV blocks are adopted", len(pool.cached), pool.num_blocks)
 
     def _build_engine(self, started: Started, policy: BatchingPolicy) -> EngineCore:
@@ -410,7 +405,7 @@ class Service:
                 except StallError as error:
                     self.group.fail(str(error), time.monotonic())
                     self._act()
-            self._publish()
+            self._publish(self.engine)
             if self._ranks:
                 for listener in self._listeners:
                     listener.on_turn(self.engine)
@@ -471,10 +466,8 @@ class Service:
                 return
         self._watch_workers()
 
-    def _publish(self) -> None:
-        if self.engine is None:
-            return
-        for client, outputs in self.engine.take_outputs():
+    def _publish(self, engine: EngineCore) -> None:
+        for client, outputs in engine.take_outputs():
             self.frontends.send(client, replace(outputs, incarnation=self.incarnation))
 
     def _state(self) -> EngineState:

@@ -1,6 +1,6 @@
 """Seconds of the output rank by what it did, summed over steps."""
 
-from protocol.steps import StepTimes
+from protocol.steps import STEP_DURATIONS, StepTimes
 
 
 class WorkerSeconds:
@@ -10,9 +10,7 @@ class WorkerSeconds:
         self.last_forward = 0.0
         """Seconds of the last forward pass."""
         self._next_end = self._transit = 0.0
-        self._sums = dict.fromkeys(
-            ("idle", "busy", "forward", "sampling", "plan_wait", "prepared_wait", "forward_gap"), 0.0
-        )
+        self._sums = dict.fromkeys((*STEP_DURATIONS, "busy", "forward", "sampling"), 0.0)
 
     def add(self, times: StepTimes, clock_offset: float, now: float) -> None:
         """Add a step.
@@ -22,13 +20,11 @@ class WorkerSeconds:
             now: when its result was received.
         """
         sums, self.last_forward = self._sums, times.forward_ended - times.forward_began
-        sums["idle"] += times.idle
+        for name in STEP_DURATIONS:
+            sums[name] += getattr(times, name)
         sums["busy"] += times.sampled - times.forward_began
         sums["forward"] += self.last_forward
         sums["sampling"] += times.sampled - times.forward_ended
-        sums["plan_wait"] += times.plan_wait
-        sums["prepared_wait"] += times.prepared_wait
-        sums["forward_gap"] += times.forward_gap
 
         self._next_end = times.forward_ended - clock_offset + self.last_forward
         self._transit = now - (times.sent - clock_offset)

@@ -1,13 +1,9 @@
 """The steps in flight, at most `depth`, and their results in the order of dispatch. Tokens are not its business."""
 
 from collections import deque
-from collections.abc import Iterator
-
-import numpy as np
 
 from protocol.steps import ModelRunnerOutput
 from services.scheduler.core.ledger import InflightStep
-from services.scheduler.core.slots import Mask, SlotColumns
 
 
 class BatchQueue:
@@ -33,17 +29,6 @@ class BatchQueue:
 
     def push(self, step: InflightStep) -> None:
         self.steps.append(step)
-
-    def unmasked_steps(self, slots: SlotColumns) -> Iterator[tuple[InflightStep, Mask]]:
-        """Yield the steps with unsent masks, in order, each with bool[slots]: whether an earlier step in flight samples
-        for the slot's present generation."""
-        if not self.unmasked:
-            return
-        sampled = np.zeros(slots.num_slots, np.bool_)
-        for step in self.steps:
-            if step.unmasked:
-                yield step, sampled
-            sampled[step.slots[step.samples & (step.generations == slots.generation.take(step.slots))]] = True
 
     def deliver(self, result: ModelRunnerOutput) -> bool:
         """Match a result to its step by id (identity matching). Return False if no such step is in flight."""

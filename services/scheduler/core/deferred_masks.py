@@ -38,17 +38,28 @@ class DeferredMasks:
 
     def outputs(self) -> Iterator[GrammarOutput]:
         """Yield the masks that can be sent, step by step, and start to make others whose tokens before are known."""
-        for step, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
+        for step, sampled_before in self.unmasked_steps():
             if (grammar := self.grammar_output(step, sampled_before)) is not None:
                 yield grammar
 
     def start(self) -> None:
         """Start to make the masks of all rows whose tokens before are known."""
-        for step, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
+        for step, sampled_before in self.unmasked_steps():
             used, late = self.used_rows(step, sampled_before)
             for slot, row in step.unmasked.items():
                 if used[row] and not late[row]:
                     self.store.masks.get(self.epoch.slots.request(slot), step.drafts.item(row), self.num_words)
+
+    def unmasked_steps(self) -> Iterator[tuple[InflightStep, Mask]]:
+        """Yield the steps with unsent masks, in order, each with bool[slots]: whether an earlier step in flight samples
+        for the slot's present generation."""
+        if not self.queue.unmasked:
+            return
+        sampled = np.zeros(self.epoch.slots.num_slots, np.bool_)
+        for step in self.queue.steps:
+            if step.unmasked:
+                yield step, sampled
+            sampled[step.slots[step.samples & self.epoch.ledger.current(step)]] = True
 
     def grammar_output(self, step: InflightStep, sampled_before: Mask) -> GrammarOutput | None:
         """Return the masks of a step that can be sent now, which it has no more. None: there are none.

@@ -9,7 +9,6 @@ result are applied before it.
 import math
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator
-from itertools import takewhile
 
 from protocol.codec import pack, unpack
 from protocol.columns import total
@@ -35,9 +34,6 @@ from services.scheduler.core.store import RequestStore
 from services.scheduler.core.suspects import GUILTY
 from services.scheduler.grammar import INLINE_MASKS, NOT_NOW, Compiler, Grammar, MaskMaker, Masks
 from services.scheduler.policies import BatchingPolicy
-
-REPLAYED_TOKENS = 1000
-"""Output tokens that one call of `EngineCore.replay` passes to a grammar, about 2 ms of work."""
 
 
 class StallError(Exception):
@@ -176,18 +172,6 @@ class EngineCore:
     def queue_seconds(self, num_tokens: int = 1) -> float:
         """Return the seconds that a new request of so many tokens is expected to wait for its first step."""
         return self._queue_time.seconds(self.store, self.epoch, num_tokens)
-
-    def replay(self, ticket: int, grammar: Grammar | str) -> bool:
-        """Let a grammar accept some of the output tokens that its request came with; `on_grammar` does not repeat them.
-        Return False if others are left. Call it in turns, because a request may have come with 100,000 tokens."""
-        request = self.store.compiling.by_ticket.get(ticket)
-        if request is None or isinstance(grammar, str):
-            return True
-        begin = request.num_prompt_tokens + request.num_replayed
-        tokens = request.token_ids[begin : begin + REPLAYED_TOKENS].tolist()
-        accepted = len([*takewhile(grammar.accept, tokens)])
-        request.num_replayed += accepted
-        return accepted < REPLAYED_TOKENS
 
     def on_grammar(self, ticket: int, grammar: Grammar | str) -> None:
         """Queue the request whose grammar was compiled, or end it with the error text. Output tokens that the request

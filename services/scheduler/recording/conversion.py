@@ -50,14 +50,11 @@ class Converter:
         }
         """Events that are not recorded as they are."""
 
-    def record(self, event: events.Event) -> Record | None:
-        """Return the record of an event; None if it is not recorded."""
-        converter = self._converters.get(type(event))
-        return event if converter is None else converter(event)  # type: ignore[return-value]  # others are in `Record`
-
     def records(self, event: events.Event) -> list[Record]:
-        record = self.record(event)
-        return [] if record is None else [record]
+        """Return the records of an event, none if it is not recorded."""
+        converter = self._converters.get(type(event))
+        record = event if converter is None else converter(event)
+        return [] if record is None else [record]  # type: ignore[list-item]  # without a converter it is a `Record`
 
     def arrival(self, event: events.RequestArrived) -> Record:
         media = event.message.media
@@ -101,7 +98,7 @@ class TokenRemover(Converter):
     def records(self, event: events.Event) -> list[Record]:
         if isinstance(event, events.RequestArrived):
             return [self._arrival(event)]
-        record = self.record(event)
+        records = super().records(event)
         match event:
             case events.EpochStarted(limits=limits) | events.CoreRestarted(limits=limits):
                 self._chains.start_epoch(limits)
@@ -110,9 +107,9 @@ class TokenRemover(Converter):
                     self._chains.enter(new.slot, key, distinct_tokens(unpack(new.token_ids), new.media))
             case events.RequestRefused() | events.RequestFinished():
                 self._chains.forget((event.frontend, event.finish.number))
-            case events.ResultApplied() if record is not None:
-                return [record, self._outcome(event)]
-        return [] if record is None else [record]
+            case events.ResultApplied():
+                records.append(self._outcome(event))
+        return records
 
     def _arrival(self, event: events.RequestArrived) -> ArrivalRecord:
         message, plain = event.message, _without_content(event.message, self._vocab_size)

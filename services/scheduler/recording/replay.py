@@ -149,9 +149,8 @@ class Replay:
 
     def observe(self, event: events.Event) -> None:
         if not isinstance(event, events.InboundEvent):
-            record = self._converter.record(event)
-            if isinstance(record, events.Decision):
-                self._decisions.append(record)
+            records = self._converter.records(event)
+            self._decisions += [record for record in records if isinstance(record, events.Decision)]
         if isinstance(event, events.RequestFinished):
             self._tokens.pop((event.frontend, event.finish.number), None)
 

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from services.config import SpeculativeConfig
-from services.scheduler.core.drafting import (
-    LEARNS,
-    NO_DRAFTING,
-    AdaptiveDrafting,
-    Drafting,
-    FixedDrafting,
-    drafting_from_config,
-)
+from services.scheduler.core.drafting import LEARNS, AdaptiveDrafting, Drafting, FixedDrafting, drafting_from_config
 from services.scheduler.core.ledger import InflightStep
 
 MOST = 4
@@ -143,7 +136,7 @@ def test_a_draft_needs_a_higher_probability_if_its_row_costs_more() -> None:
 
 
 def test_configured() -> None:
-    assert drafting_from_config(None) is NO_DRAFTING
+    assert drafting_from_config(None).length(4) == 0
     fixed = drafting_from_config(SpeculativeConfig(method="ngram", num_speculative_tokens=5, adaptive=False))
     assert isinstance(fixed, FixedDrafting)
     assert fixed.length(1) == fixed.length(1000) == 5

@@ -266,6 +266,12 @@ def test_a_pause_of_the_scheduler_is_no_silence_of_a_rank() -> None:
     assert signs_of_life(g, 3, 100.0) == []
 
 
+def test_ranks_that_fall_silent_together_are_lost_together() -> None:
+    g = serving("a", "b", tensor_parallel_size=2, heartbeat_timeout_seconds=5)
+    g.check(6.0)
+    assert not g.names
+
+
 def test_loading_excuses_a_longer_silence() -> None:
     g = registered("a", heartbeat_timeout_seconds=5)
     g.check(LOAD_SILENCE - 1)
