@@ -263,8 +263,8 @@ class Service:
             except ProtocolError as error:
                 self.workers.server.count_error(worker, error)
             self._act()
-            if isinstance(message, ModelRunnerOutput) and message.embeddings and self.engine is not None:
-                self._publish(self.engine)  # those of two steps may be too large for one message
+            if isinstance(message, ModelRunnerOutput) and message.embeddings:
+                self._publish()  # those of two steps may be too large for one message
 
     def _on_worker_message(self, worker: bytes, message: WorkerMessage | StepResult, now: float) -> None:
         """Raises: ProtocolError"""
@@ -349,7 +349,7 @@ class Service:
                         self._report_state()
                     if self.engine is not None:
                         self.engine.fail_all(error)
-                        self._publish(self.engine)
+                        self._publish()
                 case News(text):
                     log.info("%s", text)
 
@@ -405,7 +405,7 @@ class Service:
                 except StallError as error:
                     self.group.fail(str(error), time.monotonic())
                     self._act()
-            self._publish(self.engine)
+            self._publish()
             if self._ranks:
                 for listener in self._listeners:
                     listener.on_turn(self.engine)
@@ -466,8 +466,8 @@ class Service:
                 return
         self._watch_workers()
 
-    def _publish(self, engine: EngineCore) -> None:
-        for client, outputs in engine.take_outputs():
+    def _publish(self) -> None:
+        for client, outputs in self.engine.take_outputs() if self.engine is not None else ():
             self.frontends.send(client, replace(outputs, incarnation=self.incarnation))
 
     def _state(self) -> EngineState:
