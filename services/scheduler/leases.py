@@ -44,9 +44,6 @@ class Leases:
         self._seconds = seconds
         self._heard: dict[int, float] = {}
 
-    def __len__(self) -> int:
-        return len(self._heard)
-
     def grant(self, frontend: int, now: float) -> None:
         """A sign of life has arrived."""
         self._heard[frontend] = now

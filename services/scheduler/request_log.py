@@ -48,8 +48,6 @@ class RequestLog(CoreListener):
                 reason, times = finish.reason, _times(finish.times)
                 text = "" if reason is FinishReason.INVALID else finish.message  # it quotes the grammar
                 log.log(level, "request_id=%s finished: %s%s %s", request_id, reason.name, times, text)
-            case _:
-                pass
 
     def _id(self, key: tuple[int, int]) -> str:
         return self._ids.get(key, "unknown")

@@ -262,12 +262,16 @@ class Service:
         for worker, message in self.workers.receive():
             if not isinstance(message, StepResult):
                 self._next_check = now
-            self._on_worker_message(worker, message, now)
+            try:
+                self._on_worker_message(worker, message, now)
+            except ProtocolError as error:
+                self.workers.server.count_error(worker, error)
             self._act()
             if isinstance(message, ModelRunnerOutput) and message.embeddings:
                 self._publish()  # those of two steps may be too large for one message
 
     def _on_worker_message(self, worker: bytes, message: WorkerMessage | StepResult, now: float) -> None:
+        """Raises: ProtocolError"""
         match message:
             case ModelRunnerOutput():
                 self._on_result(worker, message, now)
@@ -278,15 +282,9 @@ class Service:
             case Pong():
                 self.group.on_pong(worker, message.number)
                 if message.tiers and self.engine is not None and worker in self._ranks:
-                    try:
-                        self._tiers.on_report(worker, message.tiers, self.engine.observers)
-                    except ProtocolError as error:
-                        self.workers.server.count_error(worker, error)
+                    self._tiers.on_report(worker, message.tiers, self.engine.observers)
             case _:
-                try:
-                    self.group.on_message(worker, message, now)
-                except ProtocolError as error:
-                    self.workers.server.count_error(worker, error)
+                self.group.on_message(worker, message, now)
 
     def _on_result(self, worker: bytes, result: ModelRunnerOutput, now: float) -> None:
         if self.engine is None:
@@ -361,7 +359,7 @@ class Service:
 
     def _start(self, started: Started) -> None:
         self._ranks, self._started = started.peers, started
-        self._subscriptions.start_epoch(started.peers, started.epoch)
+        self._subscriptions.start_epoch(started.peers)
         c, limits = self.config, started.limits
         try:
             policy = make_policy(c, limits)
@@ -383,14 +381,9 @@ class Service:
         else:
             engine.start_epoch(limits, policy, started.epoch)
         engine.store.pins.are_kept = started.knows_pins
-        self._adopt(started)
-
-    def _adopt(self, started: Started) -> None:
-        """Begin with the blocks that all ranks hold. A recording without tokens cannot contain their names."""
-        c = self.config
-        if started.held is not None and self.engine is not None and (not c.record or c.record_tokens):
-            self.engine.prefix_cache.adopt(started.held)
-            pool = self.engine.epoch.kv.pool
+        if started.held is not None and (not c.record or c.record_tokens):  # no other contains their names
+            engine.prefix_cache.adopt(started.held)
+            pool = engine.epoch.kv.pool
             log.info("%d of %d KV blocks are adopted", len(pool.cached), pool.num_blocks)
 
     def _build_engine(self, started: Started, policy: BatchingPolicy) -> EngineCore:
@@ -478,9 +471,7 @@ class Service:
         self._watch_workers()
 
     def _publish(self) -> None:
-        if self.engine is None:
-            return
-        for client, outputs in self.engine.take_outputs():
+        for client, outputs in self.engine.take_outputs() if self.engine is not None else ():
             self.frontends.send(client, replace(outputs, incarnation=self.incarnation))
 
     def _state(self) -> EngineState:

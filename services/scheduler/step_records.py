@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from protocol.codec import pack, unpack
+from protocol.codec import pack
 from protocol.records import (
     EngineEvent,
     EngineEventKind,
@@ -26,7 +26,6 @@ from protocol.records import (
 )
 from protocol.steps import STEP_DURATIONS, StepTimes
 from services.scheduler.core import observer as events
-from services.scheduler.core.request import RequestKey
 
 MAX_RECORDS = 2048
 """Records, events and requests kept between two calls of `take`; the oldest are dropped."""
@@ -63,8 +62,8 @@ class _Report(NamedTuple):
 
 _READ = {
     _Report, events.AllRequestsFailed, events.DispatchStarted, events.EpochEnded, events.EpochStarted,
-    events.GrammarSent, events.ObserverAttached, events.RequestFinished, events.RequestPreempted, events.ResultApplied,
-    events.ResultArrived, events.StepDispatched,
+    events.GrammarSent, events.RequestFinished, events.RequestPreempted, events.ResultApplied, events.ResultArrived,
+    events.StepDispatched,
 }  # fmt: skip
 """Types of what is logged. While the log has an entry the scheduler wakes often, so none is written in each turn."""
 
@@ -81,8 +80,6 @@ class StepRecorder:
         self._log: list[tuple[float, events.Event | _Report]] = []
         self._began = clock()
         """When the core began to form the next step."""
-        self._owners = np.zeros((0, 3), np.int64)
-        """By slot: frontend and number of its request, and the tokens that it had when it entered the slot."""
         self._steps: dict[StepKey, _Step] = {}
         self._applied: deque[StepKey] = deque()
         """Steps whose result was applied, in that order; they are in `_steps` too."""
@@ -144,22 +141,12 @@ class StepRecorder:
                 self._add_event(now, EngineEventKind.EPOCH_ENDED, f"{self._void_steps()} steps in flight are void")
             case events.AllRequestsFailed():
                 self._void_steps()
-            case events.ObserverAttached(running=running):
-                for slot, key, tokens in running:
-                    self._enter(slot, key, tokens)
-
-    def _enter(self, slot: int, key: RequestKey, tokens: int) -> None:
-        if slot >= len(self._owners):
-            self._owners = np.concatenate((self._owners, np.zeros((slot + 16, 3), np.int64)))
-        self._owners[slot] = *key, tokens
 
     def _on_dispatched(self, now: float, event: events.StepDispatched) -> None:
         plan = event.plan
         for new, key in zip(plan.new, event.requests, strict=True):
-            self._enter(new.slot, key, len(unpack(new.token_ids)))
             self._requests.append(RequestRecord(*key, new.request_id, new.num_prompt_tokens))
         row = event.step
-        frontends, numbers, tokens = self._owners[row.slots].T
         record = StepRecord(
             epoch=plan.epoch,
             step_id=plan.step_id,
@@ -168,10 +155,10 @@ class StepRecorder:
             result_received=0.0,
             applied=0.0,
             ranks=[],
-            frontends=pack(frontends.astype(np.int32)),
-            numbers=pack(numbers.astype(np.uint32)),
+            frontends=pack(event.frontends),
+            numbers=pack(event.numbers),
             scheduled=pack(row.counts),
-            prefills=(row.starts < tokens).tobytes(),
+            prefills=(row.starts < event.entries).tobytes(),
             drafted=pack(row.drafts),
             generated=b"",
             steps_in_flight=event.steps_in_flight,

@@ -36,7 +36,7 @@ class StructuredOutput:
             ends = time.monotonic() + GRAMMAR_SECONDS
             while self.grammars:
                 ticket, grammar = self.grammars.popleft()
-                if engine.replay(ticket, grammar):
+                if engine.store.compiling.replay(ticket, grammar):
                     engine.on_grammar(ticket, grammar)
                 else:
                     self.grammars.append((ticket, grammar))

@@ -67,7 +67,6 @@ class Subscriptions(CoreListener):
         self._recorder: StepRecorder | None = None
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: there is none."""
-        self._epoch = 0
         self._next_batch = 0.0
 
     @property
@@ -83,9 +82,9 @@ class Subscriptions(CoreListener):
         (self.frontends.add if subscribed else self.frontends.discard)(frontend)
         self._attach_recorder()
 
-    def start_epoch(self, ranks: list[bytes], epoch: int) -> None:
+    def start_epoch(self, ranks: list[bytes]) -> None:
         """Steps of these workers follow."""
-        self._ranks, self._epoch = ranks, epoch
+        self._ranks = ranks
         if self._recorder is not None:
             self._recorder.set_num_ranks(len(ranks))
 
@@ -101,8 +100,8 @@ class Subscriptions(CoreListener):
         if self._core is None:
             return
         if self.active and self._recorder is None:
-            self._recorder = StepRecorder(len(self._ranks), self._epoch)
-            self._core.attach(self._recorder)
+            self._recorder = StepRecorder(len(self._ranks), self._core.epoch.number)
+            self._core.observers.add(self._recorder)
             self._core.observers.rank_times = True
         elif not self.active and self._recorder is not None:
             self._core.observers.remove(self._recorder)

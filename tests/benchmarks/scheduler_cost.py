@@ -25,6 +25,7 @@ from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.scheduler.core.apply import ResultApplier
+from services.scheduler.core.drafting import NO_DRAFTING
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.lifecycle import Lifecycle
@@ -71,7 +72,7 @@ def build(running: int) -> tuple[StepPlanner, ResultApplier]:
     for number in range(running):
         tokens = prompt(number)
         store.waiting.add(Request(0, number, tokens, len(tokens), PARAMS, number))
-    return StepPlanner(store, epoch, lifecycle, None), ResultApplier(store, epoch, lifecycle, None)
+    return StepPlanner(store, epoch, lifecycle, NO_DRAFTING), ResultApplier(store, epoch, lifecycle, NO_DRAFTING)
 
 
 def run(running: int) -> float:
@@ -108,7 +109,7 @@ class RecordedTurns:
             tokens = prompt(number)
             self._core.add(0, GenerateRequest(number, pack(tokens), len(tokens), PARAMS))
         if recorder is not None:
-            self._core.attach(recorder)
+            self._core.observers.add(recorder)
         self._plans = [plan for plan in self._core.dispatch() if isinstance(plan, SchedulerOutput)]
 
     def turn(self) -> None:

@@ -40,7 +40,7 @@ def test_abort_twice_after_the_finish_of_an_unknown_one_and_of_all(depth: int) -
     while streams[0].finish is None:
         world.step()
     recorder = EventRecorder()
-    world.engine.attach(recorder)
+    world.engine.observers.add(recorder)
     world.abort(streams[0], streams[1], streams[1])
     world.engine.abort(0, [977])
     world.engine.abort(7, [0])
@@ -59,7 +59,7 @@ def test_abort_crosses_a_finish_that_is_not_yet_published(depth: int) -> None:
     world.dispatch()
     world.complete()
     recorder = EventRecorder()
-    world.engine.attach(recorder)
+    world.engine.observers.add(recorder)
     world.engine.abort(stream.frontend, [stream.number])
     world.drain()
     assert stream.finish is not None

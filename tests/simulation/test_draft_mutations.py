@@ -109,8 +109,8 @@ def drafts_are_not_reserved(add: Any, self: Ledger, step: Any) -> None:
 
 @FAULTS.add(StepPlanner, "commit")
 def a_step_of_a_rest_proposes_drafts(commit: Any, self: StepPlanner, choice: Any) -> Any:
-    planned = commit(self, choice)
-    return planned._replace(plan=msgspec.structs.replace(planned.plan, speculation_rests=True))
+    step, plan = commit(self, choice)
+    return step, msgspec.structs.replace(plan, speculation_rests=True)
 
 
 @FAULTS.add(ResultApplier, "cut")

@@ -97,5 +97,5 @@ def test_events_tell_which_blocks_can_be_found(depth: int, monkeypatch: pytest.M
 
 def test_events_of_blocks_are_not_recorded() -> None:
     for converter in (Converter(keeps_tokens=True), Converter(keeps_tokens=False)):
-        assert converter.record(events.BlocksEvicted((b"hash",))) is None
-        assert converter.record(events.BlocksCached((b"hash",), None, np.zeros(4, np.int32), 4, "")) is None
+        assert converter.records(events.BlocksEvicted((b"hash",))) == []
+        assert converter.records(events.BlocksCached((b"hash",), None, np.zeros(4, np.int32), 4, "")) == []

@@ -15,6 +15,7 @@ from protocol.requests import FinishReason
 from protocol.sampling import Pooling
 from services.scheduler.core.apply import ResultApplier
 from services.scheduler.core.batch_queue import BatchQueue
+from services.scheduler.core.block_loads import BlockLoads
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.compiling import CompilingRequests
 from services.scheduler.core.deferred_masks import DeferredMasks
@@ -412,13 +413,6 @@ def a_ticket_outlives_its_aborted_request(cancel: Any, self: CompilingRequests, 
     return cancelled
 
 
-@FAULTS.add(BatchQueue, "clear")
-def a_deferred_sampling_outlives_its_epoch(clear: Any, self: BatchQueue) -> None:
-    held = self.unmasked.copy()
-    clear(self)
-    self.unmasked = held
-
-
 @FAULTS.add(ResultApplier, "wanted_logprobs")
 def logprobs_of_requests_that_left(wanted: Any, self: ResultApplier, logprobs: Any) -> Any:
     return logprobs
@@ -452,13 +446,13 @@ SELDOM = {"pins_that_do_not_fit_stay"}
 """Faults that take many seeds to show."""
 
 
-@TIER_FAULTS.add(StepPlanner, "load")
-def found_before_it_is_loaded(load: Any, self: StepPlanner, request: Any, prefix: Any) -> bool:
+@TIER_FAULTS.add(BlockLoads, "wait_for")
+def found_before_it_is_loaded(wait_for: Any, self: BlockLoads, request: Any, prefix: Any) -> bool:
     """The blocks of a load count when it is sent."""
-    waits = bool(load(self, request, prefix))
+    waits = bool(wait_for(self, request, prefix))
     for sent in self.store.loading:
         for block, name in zip(sent.blocks, sent.names, strict=True):
-            self.epoch.kv.pool.register(block, name)
+            self.kv.pool.register(block, name)
     return waits
 
 

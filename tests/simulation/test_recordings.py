@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.scheduler.core.drafting import Drafting
+from services.scheduler.core.drafting import NO_DRAFTING, Drafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import (
@@ -73,8 +73,8 @@ class SimulatedCore:
     def policy(self, limits: Limits) -> BatchingPolicy:
         return build(self.load, limits, self.seed)
 
-    def drafting(self) -> Drafting | None:
-        return None if self.load.speculating is None else self.load.speculating.drafting(self.seed)
+    def drafting(self) -> Drafting:
+        return NO_DRAFTING if self.load.speculating is None else self.load.speculating.drafting(self.seed)
 
     def core(self, compiler: Compiler | None, mask_maker: MaskMaker) -> EngineCore:
         return EngineCore(

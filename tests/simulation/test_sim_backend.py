@@ -58,7 +58,7 @@ class SimEngine:
             ChunkedPolicy(),
             depth,
             VOCAB,
-            drafting=FixedDrafting(drafts) if drafts else None,
+            drafting=FixedDrafting(drafts),
             compiler=self.compilation,
             hidden_size=HIDDEN_SIZE,
         )

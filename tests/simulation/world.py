@@ -22,6 +22,7 @@ from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutp
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import GrammarOutput, LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
+from services.scheduler.core.drafting import NO_DRAFTING
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
@@ -197,7 +198,7 @@ class World:
             self.policy,
             depth,
             vocab,
-            drafting=None if speculating is None else speculating.drafting(seed),
+            drafting=NO_DRAFTING if speculating is None else speculating.drafting(seed),
             use_priority=use_priority,
             compiler=self.compilation,
             mask_maker=self.masks if late_masks else INLINE_MASKS,
@@ -439,7 +440,7 @@ class World:
     def restart(self, policy: BatchingPolicy, seed: int) -> None:
         """Restart the empty core, as the service does for a recording."""
         self.policy = WatchedPolicy(policy)
-        drafting = None if self.speculating is None else self.speculating.drafting(seed)
+        drafting = NO_DRAFTING if self.speculating is None else self.speculating.drafting(seed)
         self.engine.restart(self.engine.restart_point(), self.policy, drafting)
         self.coverage["restarts"] += 1
         self._transition()
@@ -456,7 +457,7 @@ class World:
         if request.status is not RequestStatus.RUNNING:
             return "stale rows in flight" if request.stale_rows else request.status.name.lower()
         computed, inflight = int(slots.computed[request.slot]), int(slots.inflight[request.slot])
-        if any(request.slot in unmasked.rows for unmasked in self.engine.queue.unmasked):
+        if any(request.slot in step.unmasked for step in self.engine.queue.steps):
             return "sampling deferred"
         kind = "prefill" if computed < int(slots.tokens[request.slot]) or computed == inflight else "decode"
         return f"{kind} in flight" if inflight else f"{kind} idle"

@@ -164,7 +164,7 @@ class VllmRun:
             depth,
             worker.loaded.vocab_size,
             epoch=worker.epoch,
-            drafting=drafting or (FixedDrafting(drafts) if drafts else None),
+            drafting=drafting or FixedDrafting(drafts),
             compiler=self.compilation,
             mask_maker=self.masks if late else INLINE_MASKS,
             hidden_size=worker.loaded.hidden_size,

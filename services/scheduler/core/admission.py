@@ -1,6 +1,6 @@
 """Checks of a request on arrival. They protect the shared loop: a request that cannot be served ends alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,22 +41,12 @@ class Admission:
         """
         tokens = unpack(message.token_ids)
         refused = partial(Finish, message.number, times=RequestTimes(ended=store.now))
-        if problem := self._prompt_problem(message, tokens, limits) or self._parameter_problem(message, limits):
+        if (problem := next(self._impossible(message, tokens, limits), None)) is not None:
             return refused(FinishReason.INVALID, message=problem), ""
-        problem = (
-            self._size_problem(message, len(tokens), limits)
-            or self._missing_feature(message, store.compiling.compiler is not None, limits)
-            or self._media_problem(message, limits)
-        )
-        if problem is not None:
+        compiles = store.compiling.compiler is not None
+        if (problem := next(self._not_served(message, len(tokens), limits, compiles), None)) is not None:
             return refused(FinishReason.INVALID, message=problem, by_settings=True), ""
-        full = self._full_again if message.age else self._full
-        limit = full(len(tokens), limits, store)
-        if message.media is not None and not limit:
-            held = sum(len(r.media.data) for r in store.requests.values() if r.media is not None)
-            most = MAX_OPEN_MEDIA_BYTES * (AGAIN if message.age else 1)
-            limit = "max_media_bytes" if held + len(message.media.data) > most else ""
-        if limit:
+        if limit := self._full(message, len(tokens), limits, store):
             return refused(FinishReason.REJECTED, message="the server is overloaded; try again later"), limit
         if message.age:
             return None
@@ -67,87 +57,81 @@ class Admission:
             return refused(FinishReason.REJECTED, message=text, retry_after=retry_after), "max_queue_seconds"
         return None
 
-    def _full(self, num_tokens: int, limits: Limits, store: RequestStore) -> str:
-        """Return the limit of the queue that a new request with so many tokens exceeds, or ""."""
-        if store.num_waiting >= self.max_num_queued_reqs:
+    def _full(self, message: GenerateRequest, num_tokens: int, limits: Limits, store: RequestStore) -> str:
+        """Return the limit of load that a request with so many tokens exceeds, or "".
+
+        Of requests that were admitted before, all that were open under another scheduler fit: those that waited, within
+        the limits of the queue, and those that ran. There is room for them twice, because a frontend that has lost its
+        connection submits them before the requests of that connection have ended.
+        """
+        requests, times = store.num_waiting, 1
+        most_requests, most_tokens = self.max_num_queued_reqs, self.max_num_queued_tokens
+        if message.age:
+            requests, times = len(store.requests), AGAIN
+            most_requests += limits.max_num_seqs
+            most_tokens += limits.max_num_seqs * limits.max_model_len
+        if requests >= times * most_requests:
             return "max_num_queued_reqs"
-        if store.num_waiting_tokens + num_tokens > self.max_num_queued_tokens:
+        if store.num_waiting_tokens + num_tokens > times * most_tokens:
             return "max_num_queued_tokens"
+        if message.media is not None:
+            held = sum(len(r.media.data) for r in store.requests.values() if r.media is not None)
+            if held + len(message.media.data) > times * MAX_OPEN_MEDIA_BYTES:
+                return "max_media_bytes"
         return ""
 
-    def _full_again(self, num_tokens: int, limits: Limits, store: RequestStore) -> str:
-        """Return the limit that a request exceeds that was admitted before, or "".
-
-        All that were open under another scheduler fit: those that waited, within the limits of the queue, and those
-        that ran. There is room for them twice, because a frontend that has lost its connection submits them before the
-        requests of that connection have ended.
-        """
-        if len(store.requests) >= AGAIN * (self.max_num_queued_reqs + limits.max_num_seqs):
-            return "max_num_queued_reqs"
-        most_tokens = self.max_num_queued_tokens + limits.max_num_seqs * limits.max_model_len
-        return "max_num_queued_tokens" if store.num_waiting_tokens + num_tokens > AGAIN * most_tokens else ""
-
-    def _prompt_problem(self, message: GenerateRequest, tokens: Column, limits: Limits) -> str | None:
+    def _impossible(self, message: GenerateRequest, tokens: Column, limits: Limits) -> Iterator[str]:
+        """Yield why no engine of these weights serves a request. Only the first reason may be read."""
         prompt, longest = message.num_prompt_tokens, limits.max_model_len - 1
         if prompt < 1 or len(tokens) < prompt:
-            return "the prompt is empty"
+            yield "the prompt is empty"
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            return f"token ids must lie between 0 and {self.vocab_size - 1}"
+            yield f"token ids must lie between 0 and {self.vocab_size - 1}"
         if prompt > longest:
-            return f"the prompt has {prompt} tokens, but the context holds at most {longest}"
-        return None
-
-    def _size_problem(self, message: GenerateRequest, num_tokens: int, limits: Limits) -> str | None:
-        prompt, params = message.num_prompt_tokens, message.params
-        if num_tokens - prompt >= min(params.max_tokens, limits.max_model_len - prompt):
-            return "every token that this request may have was already delivered"
-        positions = limits.positions(prompt, params)
-        if positions > limits.kv_capacity:
-            return f"the request needs {positions} tokens of KV cache, but it holds {limits.kv_capacity}"
-        return None
-
-    def _parameter_problem(self, message: GenerateRequest, limits: Limits) -> str | None:
+            yield f"the prompt has {prompt} tokens, but the context holds at most {longest}"
         params, last = message.params, self.vocab_size - 1
         if max(params.stop_token_ids, default=0) > last:
-            return f"stop_token_ids must lie between 0 and {last}"
+            yield f"stop_token_ids must lie between 0 and {last}"
         if params.min_tokens > limits.max_model_len:
-            return f"min_tokens is {params.min_tokens}, but the context holds {limits.max_model_len} tokens"
+            yield f"min_tokens is {params.min_tokens}, but the context holds {limits.max_model_len} tokens"
         biased = (token for token, _ in params.logit_bias)
         bad = (token for word in params.bad_words for token in word)
         allowed = unpack(params.allowed_token_ids)
         highest = max(max(biased, default=0), max(bad, default=0), int(allowed.max(initial=0)))
         if highest > last or allowed.min(initial=0) < 0:
-            return f"logit_bias, bad_words and allowed_token_ids must lie between 0 and {last}"
+            yield f"logit_bias, bad_words and allowed_token_ids must lie between 0 and {last}"
         if abs(message.priority) > MAX_PRIORITY:
-            return f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
-        return None
+            yield f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
 
-    def _media_problem(self, message: GenerateRequest, limits: Limits) -> str | None:
+    def _not_served(self, message: GenerateRequest, num_tokens: int, limits: Limits, compiles: bool) -> Iterator[str]:
+        """Yield why this engine does not serve a request that one with other settings may serve."""
+        prompt, params = message.num_prompt_tokens, message.params
+        if num_tokens - prompt >= min(params.max_tokens, limits.max_model_len - prompt):
+            yield "every token that this request may have was already delivered"
+        positions = limits.positions(prompt, params)
+        if positions > limits.kv_capacity:
+            yield f"the request needs {positions} tokens of KV cache, but it holds {limits.kv_capacity}"
+        if message.structured is not None and not compiles:
+            yield "structured output is not served: the scheduler was started without the model's tokenizer"
+        if (message.pooling is Pooling.MODEL) != limits.pools_only:
+            yield "this model generates no text" if limits.pools_only else "this model has no pooler of its own"
+        if message.pooling is not Pooling.NONE and not self.hidden_size:
+            yield "this backend serves no embeddings"
+        if message.lora is not None and not limits.max_loras:
+            yield "LoRA adapters are not served: the scheduler was started without --enable-lora"
         if message.media is None:
-            return None
+            return
         if not limits.encoder_budget:
-            return "images and sounds are not served: this model, or its backend, reads text only"
-        if message.params.prompt_logprobs is not None or message.pooling is not Pooling.NONE:
-            return "prompt_logprobs and embeddings are not served with images or sounds"
+            yield "images and sounds are not served: this model, or its backend, reads text only"
+        if params.prompt_logprobs is not None or message.pooling is not Pooling.NONE:
+            yield "prompt_logprobs and embeddings are not served with images or sounds"
         at = 0
         for item in message.media.items:
-            if item.start < at or not item.length or item.end > message.num_prompt_tokens:
-                return "the positions of the images and sounds are impossible"
+            if item.start < at or not item.length or item.end > prompt:
+                yield "the positions of the images and sounds are impossible"
             if item.length > limits.encoder_budget:
-                return (
+                yield (
                     f"an image or sound takes {item.length} tokens, but a step has at most {limits.encoder_budget} "
                     "(--max-num-batched-tokens)"
                 )
             at = item.end
-        return None
-
-    def _missing_feature(self, message: GenerateRequest, compiles: bool, limits: Limits) -> str | None:
-        if message.structured is not None and not compiles:
-            return "structured output is not served: the scheduler was started without the model's tokenizer"
-        if (message.pooling is Pooling.MODEL) != limits.pools_only:
-            return "this model generates no text" if limits.pools_only else "this model has no pooler of its own"
-        if message.pooling is not Pooling.NONE and not self.hidden_size:
-            return "this backend serves no embeddings"
-        if message.lora is not None and not limits.max_loras:
-            return "LoRA adapters are not served: the scheduler was started without --enable-lora"
-        return None

@@ -50,6 +50,8 @@ class AppliedResult(NamedTuple):
     """int8[sampling rows]: state of the row's slot before; DROP if the row was ignored."""
     counts: Column
     """int32[sampling rows]: tokens that were appended to the row's request."""
+    stops: Mask
+    """bool[sampling rows]: the last of them is a stop token."""
     ended: tuple[RequestKey, ...]
 
 
@@ -58,8 +60,7 @@ class ResultApplier:
     store: RequestStore
     epoch: EpochState
     lifecycle: Lifecycle
-    drafting: Drafting | None
-    """None: no speculation."""
+    drafting: Drafting
 
     def apply(self, step: InflightStep, result: DecodedResult) -> AppliedResult:
         """Apply the result of the oldest step.
@@ -82,8 +83,7 @@ class ResultApplier:
         epoch.ledger.remove(step)
         if not all_used or len(rows) < len(step.slots):
             self._count_wasted(step, all_current)
-        if self.drafting is not None:
-            self.drafting.observe(step, result.drafted, counts, result.sampled)
+        self.drafting.observe(step, result.drafted, counts, result.sampled)
         if has_any(step.drafts) or not all_used:
             self.settle(rows, drafts, result, live)
         logprobs = None if result.logprobs is None else self.wanted_logprobs(result.logprobs)
@@ -95,11 +95,11 @@ class ResultApplier:
         tokens = self.cut(rows[used], result.token_ids, first[used], counts[used])
         tokens, ends = self._take_special(tokens, result)
         self.append(tokens)
-        appended = tokens.counts
+        appended, stops = tokens.counts, tokens.stops
         if not all_used:
             self.deliver_stale(rows[states == DELIVER])
-            appended = np.zeros(len(rows), np.int32)
-            appended[used] = tokens.counts
+            appended, stops = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.bool_)
+            appended[used], stops[used] = tokens.counts, tokens.stops
         if result.draft_ids is not None:
             self.keep_drafts(tokens.rows, result.draft_ids[used])
         if logprobs is not None:
@@ -110,7 +110,7 @@ class ResultApplier:
         for request, finish in ends:
             self.lifecycle.finish(request, finish)
         epoch.open_fence(step)
-        return AppliedResult(states, appended, (*failed, *(request.key for request, _ in ends)))
+        return AppliedResult(states, appended, stops, (*failed, *(request.key for request, _ in ends)))
 
     def _end_failed(self, step: InflightStep, failed: Sequence[int]) -> tuple[RequestKey, ...]:
         """End the requests whose adapter the workers cannot load, and all others with it. Their blocks, which were
@@ -250,7 +250,7 @@ class ResultApplier:
         some = indices(s.constrained.take(tokens.rows) | s.pooling.take(tokens.rows))
         if not len(some):
             return tokens, ended
-        counts, ends = tokens.counts.copy(), tokens.ends.copy()
+        counts, ends, stops = tokens.counts.copy(), tokens.ends.copy(), tokens.stops.copy()
         columns = (some, tokens.rows[some], tokens.ids[some], counts[some])
         s.late_masks[tokens.rows[some]] = 0
         for row, slot, ids, count in zip(*(column.tolist() for column in columns), strict=True):
@@ -261,8 +261,8 @@ class ResultApplier:
             elif (matched := request.matching(ids[:count])) < count:
                 ended.append((request, request.finish_message(FinishReason.ERROR, message=_MISMATCH)))
             if matched < count:
-                counts[row], ends[row] = matched, False  # the request is in `ended`
-        return tokens._replace(counts=counts, ends=ends), ended
+                counts[row], ends[row], stops[row] = matched, False, False  # the request is in `ended`
+        return tokens._replace(counts=counts, ends=ends, stops=stops), ended
 
     def _embed(self, request: Request, values: bytes | None) -> Finish:
         if values is None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from protocol.codec import MAX_MESSAGE_BYTES, pack
 from protocol.steps import GrammarOutput
-from services.scheduler.core.batch_queue import BatchQueue, UnmaskedStep
+from services.scheduler.core.batch_queue import BatchQueue
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.slots import DELIVER, LIVE, Mask
@@ -38,24 +38,31 @@ class DeferredMasks:
 
     def outputs(self) -> Iterator[GrammarOutput]:
         """Yield the masks that can be sent, step by step, and start to make others whose tokens before are known."""
-        for unmasked, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
-            grammar = self.grammar_output(unmasked, sampled_before)
-            if not unmasked.rows:
-                self.queue.unmasked.remove(unmasked)
-            if grammar is not None:
+        for step, sampled_before in self.unmasked_steps():
+            if (grammar := self.grammar_output(step, sampled_before)) is not None:
                 yield grammar
 
     def start(self) -> None:
         """Start to make the masks of all rows whose tokens before are known."""
-        for unmasked, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
-            step = unmasked.step
+        for step, sampled_before in self.unmasked_steps():
             used, late = self.used_rows(step, sampled_before)
-            for slot, row in unmasked.rows.items():
+            for slot, row in step.unmasked.items():
                 if used[row] and not late[row]:
                     self.store.masks.get(self.epoch.slots.request(slot), step.drafts.item(row), self.num_words)
 
-    def grammar_output(self, unmasked: UnmaskedStep, sampled_before: Mask) -> GrammarOutput | None:
-        """Return the masks of a step that can be sent now, and remove their rows from `unmasked`. None: there are none.
+    def unmasked_steps(self) -> Iterator[tuple[InflightStep, Mask]]:
+        """Yield the steps with unsent masks, in order, each with bool[slots]: whether an earlier step in flight samples
+        for the slot's present generation."""
+        if not self.queue.unmasked:
+            return
+        sampled = np.zeros(self.epoch.slots.num_slots, np.bool_)
+        for step in self.queue.steps:
+            if step.unmasked:
+                yield step, sampled
+            sampled[step.slots[step.samples & self.epoch.ledger.current(step)]] = True
+
+    def grammar_output(self, step: InflightStep, sampled_before: Mask) -> GrammarOutput | None:
+        """Return the masks of a step that can be sent now, which it has no more. None: there are none.
 
         A row whose slot is sampled by an earlier step in flight has to wait, because its grammar has not accepted that
         token yet. A row with drafts has a mask for each position that a draft within the grammar leads to (draft
@@ -65,11 +72,11 @@ class DeferredMasks:
         Args:
             sampled_before: bool[slots]: an earlier step in flight samples for the slot.
         """
-        step, whole = unmasked.step, not self.epoch.limits.leaves_rows_out
+        unmasked, whole = step.unmasked, not self.epoch.limits.leaves_rows_out
         used, late = self.used_rows(step, sampled_before)
-        most = max(1, MAX_MASK_BYTES // max(1, 4 * self.num_words * len(unmasked.rows)))
+        most = max(1, MAX_MASK_BYTES // max(1, 4 * self.num_words * len(unmasked)))
         parts = {}
-        for slot, row in unmasked.rows.items():
+        for slot, row in unmasked.items():
             if late[row]:
                 if whole:
                     return None
@@ -77,10 +84,10 @@ class DeferredMasks:
                 continue  # they are being made; this may be looked at several times
             elif (masks := self.row_masks(slot, step.drafts.item(row), used[row])) is not None:
                 parts[slot] = masks[:most]
-        if not parts or (whole and len(parts) < len(unmasked.rows)):
+        if not parts or (whole and len(parts) < len(unmasked)):
             return None
         for slot in parts:
-            del unmasked.rows[slot]
+            del unmasked[slot]
         return GrammarOutput(
             self.epoch.number,
             step.step_id,

@@ -338,11 +338,11 @@ def _age(seconds: float, steps: int, memory: float) -> float:
 
 
 Drafting = FixedDrafting | AdaptiveDrafting
+NO_DRAFTING = FixedDrafting(0)
 
 
-def drafting_from_config(config: SpeculativeConfig | None) -> Drafting | None:
-    """Return None without speculation."""
+def drafting_from_config(config: SpeculativeConfig | None) -> Drafting:
     if config is None:
-        return None
+        return NO_DRAFTING
     most, lead = config.num_speculative_tokens, 0 if config.method == "ngram" else _LEAD
     return AdaptiveDrafting(most, lead) if config.adaptive else FixedDrafting(most)

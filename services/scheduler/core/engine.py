@@ -9,7 +9,6 @@ result are applied before it.
 import math
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator
-from itertools import takewhile
 
 from protocol.codec import pack, unpack
 from protocol.columns import total
@@ -21,12 +20,12 @@ from services.scheduler.core.apply import ResultApplier
 from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.batch_queue import BatchQueue
 from services.scheduler.core.deferred_masks import DeferredMasks
-from services.scheduler.core.drafting import Drafting
+from services.scheduler.core.drafting import NO_DRAFTING, Drafting
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.plan import PlannedStep, StepPlanner
+from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.prefix_cache import PrefixCacheControl
 from services.scheduler.core.queue_time import QueueTime
 from services.scheduler.core.request import Request, RequestKey, RequestStatus, arrival_of, make_order_key
@@ -35,9 +34,6 @@ from services.scheduler.core.store import RequestStore
 from services.scheduler.core.suspects import GUILTY
 from services.scheduler.grammar import INLINE_MASKS, NOT_NOW, Compiler, Grammar, MaskMaker, Masks
 from services.scheduler.policies import BatchingPolicy
-
-REPLAYED_TOKENS = 1000
-"""Output tokens that one call of `EngineCore.replay` passes to a grammar, about 2 ms of work."""
 
 
 class StallError(Exception):
@@ -55,7 +51,7 @@ class EngineCore:
         vocab_size: int,
         *,
         epoch: int = 1,
-        drafting: Drafting | None = None,
+        drafting: Drafting = NO_DRAFTING,
         max_num_queued_reqs: int = 1024,
         max_num_queued_tokens: int = 1 << 22,
         max_queue_seconds: float = math.inf,
@@ -67,7 +63,6 @@ class EngineCore:
         """Start with the group of workers of an epoch.
 
         Args:
-            drafting: None: no speculation.
             compiler: None: structured output is refused.
             mask_maker: makes the masks of constrained rows, by default at once.
             hidden_size: length of an embedding; 0: embeddings are refused.
@@ -90,7 +85,7 @@ class EngineCore:
         self.epoch = EpochState(number, limits, policy, self.store)
         self.lifecycle = Lifecycle(self.store, self.epoch)
         self.planner = StepPlanner(self.store, self.epoch, self.lifecycle, self.drafting)
-        self.prefix_cache = PrefixCacheControl(self.store, self.epoch, self.lifecycle, self.planner)
+        self.prefix_cache = PrefixCacheControl(self.store, self.epoch, self.lifecycle)
         self.applier = ResultApplier(self.store, self.epoch, self.lifecycle, self.drafting)
         self.deferred_masks = DeferredMasks(self.store, self.epoch, self.queue, self._mask_words)
 
@@ -128,13 +123,6 @@ class EngineCore:
         if self.observers.listening:
             self.observers.emit(events.TimeAdvanced(now, worked))
         self.store.now = now
-
-    def attach(self, observer: events.Observer) -> None:
-        """Attach an observer; its first event is `ObserverAttached`."""
-        slots, running = self.epoch.slots, self.epoch.running.tolist()
-        owners = tuple((slot, slots.request(slot).key, int(slots.entry[slot])) for slot in running)
-        self.observers.add(observer)
-        observer.observe(events.ObserverAttached(owners))
 
     # -- frontends -----------------------------------------------------------------------------------------------
 
@@ -184,18 +172,6 @@ class EngineCore:
     def queue_seconds(self, num_tokens: int = 1) -> float:
         """Return the seconds that a new request of so many tokens is expected to wait for its first step."""
         return self._queue_time.seconds(self.store, self.epoch, num_tokens)
-
-    def replay(self, ticket: int, grammar: Grammar | str) -> bool:
-        """Let a grammar accept some of the output tokens that its request came with; `on_grammar` does not repeat them.
-        Return False if others are left. Call it in turns, because a request may have come with 100,000 tokens."""
-        request = self.store.compiling.by_ticket.get(ticket)
-        if request is None or isinstance(grammar, str):
-            return True
-        begin = request.num_prompt_tokens + request.num_replayed
-        tokens = request.token_ids[begin : begin + REPLAYED_TOKENS].tolist()
-        accepted = len([*takewhile(grammar.accept, tokens)])
-        request.num_replayed += accepted
-        return accepted < REPLAYED_TOKENS
 
     def on_grammar(self, ticket: int, grammar: Grammar | str) -> None:
         """Queue the request whose grammar was compiled, or end it with the error text. Output tokens that the request
@@ -310,7 +286,7 @@ class EngineCore:
         generations, tickets = (pack(epoch.slots.generation), (store.masks.last_ticket, store.loading.last_ticket))
         return events.CoreRestarted(epoch.number, epoch.limits, epoch.next_step, self._admitted, generations, *tickets)
 
-    def restart(self, point: events.CoreRestarted, policy: BatchingPolicy, drafting: Drafting | None) -> None:
+    def restart(self, point: events.CoreRestarted, policy: BatchingPolicy, drafting: Drafting) -> None:
         """Drop the prefix cache and all estimates, so that a new core that is restarted from the same point decides the
         same. The core must be empty, without pins. Totals stay."""
         self.observers.emit(point)
@@ -358,11 +334,11 @@ class EngineCore:
                 yield grammar
             planned = None if queue.full or self.deferred_masks.holds_back else self._schedule()
             if self.store.loading.unsent:
-                yield from self.prefix_cache.messages(planned.step.step_id if planned else self.epoch.next_step)
+                yield from self.prefix_cache.messages(planned[0].step_id if planned else self.epoch.next_step)
             if planned is None:
                 break
-            step, plan, masked = planned
-            queue.push(step, masked)
+            step, plan = planned
+            queue.push(step)
             self._queue_time.on_dispatch(self.store.now)
             if observers.listening:
                 observers.emit(self._dispatched(step, plan))
@@ -374,17 +350,21 @@ class EngineCore:
             yield release
 
     def _dispatched(self, step: InflightStep, plan: SchedulerOutput) -> events.StepDispatched:
+        slots = self.epoch.slots
         return events.StepDispatched(
             step,
             plan,
-            requests=tuple(self.epoch.slots.request(new.slot).key for new in plan.new),
+            requests=tuple(slots.request(new.slot).key for new in plan.new),
+            frontends=slots.frontend.take(step.slots),
+            numbers=slots.number.take(step.slots),
+            entries=slots.entry.take(step.slots),
             steps_in_flight=len(self.queue),
             num_running=len(self.epoch.running),
             num_waiting=self.store.num_waiting,
             kv_cache_usage=self.epoch.kv.usage,
         )
 
-    def _schedule(self) -> PlannedStep | None:
+    def _schedule(self) -> tuple[InflightStep, SchedulerOutput] | None:
         if not self.has_requests:
             return None
         num_loading = len(self.store.loading)

@@ -13,6 +13,7 @@ Rules (docs/invariants.md):
 
 import numpy as np
 
+from services.scheduler.core.block_loads import BlockLoads
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import InflightStep, Ledger
 from services.scheduler.core.limits import Limits
@@ -29,6 +30,7 @@ class EpochState:
         self.slots = SlotColumns(limits.num_slots, limits.max_model_len)
         self.ledger = Ledger(self.slots)
         self.kv = KVCacheManager(self.slots, limits, store.observers, store.pins)
+        self.loads = BlockLoads(store, self.kv, limits)
         self.running: SlotIds = np.empty(0, np.int64)
         """Live slots by order key."""
         self.fences: dict[int, list[int]] = {}

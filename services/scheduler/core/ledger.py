@@ -1,6 +1,6 @@
 """The promised work. Each of its counts is a sum over the steps in flight (the ledger, docs/invariants.md)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.columns import has_all
 from services.scheduler.core.slots import Column, Mask, SlotColumns, SlotIds
@@ -25,6 +25,9 @@ class InflightStep:
     """The step belongs to a trial of this number."""
     rests: bool = False
     """Speculation rests: the step proposes no drafts, and the drafter gets nothing of it."""
+    unmasked: dict[int, int] = field(default_factory=dict)
+    """Slot -> row, in plan order, of the constrained rows that sample and whose masks were not sent yet (deferred
+    sampling). It shrinks while the step is in flight."""
 
 
 class Ledger:

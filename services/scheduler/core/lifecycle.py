@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from protocol.requests import Finish
 from services.scheduler.core.epoch import EpochState
-from services.scheduler.core.loading import BlockLoad
 from services.scheduler.core.observer import PreemptionCause, RequestPreempted
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP
@@ -26,7 +25,7 @@ class Lifecycle:
             self.epoch.leave(request.slot, DROP)
         elif request in self.store.loading.load_of:
             if (load := self.store.loading.leave(request)) is not None:
-                self.end_load(load, 0)
+                self.epoch.loads.end(load, 0)
         elif not self.store.compiling.cancel(request):
             self.store.waiting.remove(request)
             self.drop_stale(request)
@@ -52,15 +51,6 @@ class Lifecycle:
         self.store.waiting.add(request)
         return request
 
-    def end_load(self, load: BlockLoad, count: int) -> None:
-        """A load has ended with its first `count` blocks filled, or is given up: workers fill no block that was given
-        to somebody else. Its requests wait for seats again, and find the blocks in the prefix cache."""
-        self.store.loading.remove(load)
-        self.epoch.kv.end_reservation(load.prefix, load.blocks, load.names[:count])
-        for request in load.requests:
-            request.asked |= count < len(load.names) and not load.is_ahead
-            self.store.waiting.add(request)
-
     def drop_stale(self, request: Request) -> None:
         """Ignore the rows in flight of a preempted request (stale drop)."""
         slots = self.epoch.slots
@@ -76,7 +66,7 @@ class Lifecycle:
         self.store.loading.ahead.clear()
         for load in [*self.store.loading]:
             if not dropped.isdisjoint(load.names):
-                self.end_load(load, 0)
+                self.epoch.loads.end(load, 0)
         return self.epoch.kv.drop(names)
 
     def void(self) -> None:
@@ -86,7 +76,7 @@ class Lifecycle:
         for slot in self.epoch.running.tolist():
             self._return(slot, DROP)
         for load in [*self.store.loading]:
-            self.end_load(load, 0)
+            self.epoch.loads.end(load, 0)
         self.store.loading.unsent.clear()
         self.store.loading.ahead.clear()
         for request in self.store.waiting:

@@ -20,7 +20,7 @@ from protocol.steps import GrammarOutput, LoadBlocks, ModelRunnerOutput, Release
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestKey
-from services.scheduler.core.slots import Column
+from services.scheduler.core.slots import Column, Mask
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -37,13 +37,6 @@ class InboundEvent(Record, frozen=True):
 
 class Decision(Record, frozen=True):
     """A decision that leaves the core. Those with arrays are recorded in another form, and are only an `Event`."""
-
-
-class ObserverAttached(Event, frozen=True):
-    """The first event of each observer: the running requests, which entered their slots before."""
-
-    running: tuple[tuple[int, RequestKey, int], ...]
-    """(slot, request, `entry`: tokens that the request had when it entered the slot)"""
 
 
 # -- inbound events ----------------------------------------------------------------------------------------------
@@ -164,6 +157,11 @@ class StepDispatched(Event, frozen=True):
     plan: SchedulerOutput
     requests: tuple[RequestKey, ...]
     """Requests that enter a slot with this step, in the order of `plan.new`."""
+    frontends: Column
+    """int32[rows], like `numbers`: frontend and number of the request of each row"""
+    numbers: NDArray[np.uint32]
+    entries: Column
+    """int32[rows]: tokens that the request had when it entered its slot"""
     steps_in_flight: int
     """With this one."""
     num_running: int
@@ -243,6 +241,8 @@ class ResultApplied(Event, frozen=True):
     """State of the slot before the result was applied: LIVE, DELIVER, or DROP if the row was ignored."""
     counts: Column
     """Tokens that were appended to the request, at most those of the result."""
+    stops: Mask
+    """True: the last one is a stop token that ended the request."""
     ended: tuple[RequestKey, ...]
     """Requests that ended with this result, in order; a `RequestFinished` was emitted for each."""
 
@@ -286,7 +286,7 @@ class Observers:
         """A listener needs the changes of the prefix cache."""
 
     def add(self, observer: Observer) -> None:
-        """Attach a listener; it receives the events from now on. `EngineCore.attach` also emits the first one."""
+        """Attach a listener; it receives the events from now on."""
         self.listening = (*self.listening, observer)
 
     def remove(self, observer: Observer) -> None:

@@ -9,19 +9,17 @@ ones to inject faults (tests/simulation/faults.py).
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from protocol.codec import MAX_MESSAGE_BYTES, encode, pack
-from protocol.columns import has_all, has_any, total
+from protocol.columns import has_all, has_any, indices, total
 from protocol.steps import NewRequest, SchedulerOutput
-from services.scheduler.core.drafting import Drafting
+from services.scheduler.core.drafting import NO_DRAFTING, Drafting
 from services.scheduler.core.encoding import encodable
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.lifecycle import Lifecycle
-from services.scheduler.core.loading import LEAST_TIMEOUT, BlockLoad
 from services.scheduler.core.observer import PreemptionCause
 from services.scheduler.core.request import Request, RequestStatus, priority_of
 from services.scheduler.core.slots import Column, SlotIds
@@ -35,13 +33,6 @@ _UNLIMITED = np.iinfo(np.int32).max
 MAX_NEW_BYTES = MAX_MESSAGE_BYTES // 2
 """Tokens, parameters and media of the requests that enter with one plan, unless a single one has more: the plan must
 not become too large to send."""
-
-
-class PlannedStep(NamedTuple):
-    step: InflightStep
-    plan: SchedulerOutput
-    masked: SlotIds
-    """Slots of constrained rows that sample."""
 
 
 @dataclass(slots=True)
@@ -73,11 +64,10 @@ class StepPlanner:
     store: RequestStore
     epoch: EpochState
     lifecycle: Lifecycle
-    drafting: Drafting | None
-    """None: no speculation."""
+    drafting: Drafting
 
-    def schedule(self) -> PlannedStep | None:
-        """Form the next step and enter it in the ledger. Return None if nothing can be scheduled now."""
+    def schedule(self) -> tuple[InflightStep, SchedulerOutput] | None:
+        """Form the next step and enter it in the ledger. Return it and its plan; None: nothing can be scheduled."""
         alone = self.suspect()
         if alone is None:
             self.displace()
@@ -125,7 +115,7 @@ class StepPlanner:
             return
         worst = int(epoch.running[-1])
         if priority_of(head.order_key) < priority_of(int(epoch.slots.order_key[worst])):
-            if self.load(head, epoch.kv.find_prefix(head)):
+            if epoch.loads.wait_for(head, epoch.kv.find_prefix(head)):
                 return
             self.lifecycle.preempt(worst, PreemptionCause.PRIORITY)
 
@@ -146,7 +136,7 @@ class StepPlanner:
                 break
             choice.admitting = False
             if (load := self.store.loading.last) is not None:
-                self.lifecycle.end_load(load, 0)
+                epoch.loads.end(load, 0)
                 continue
             victim = int(epoch.running[-1])
             if epoch.fences or epoch.ledger.names(victim):
@@ -227,7 +217,6 @@ class StepPlanner:
         limits, kv = epoch.limits, epoch.kv
         seats = limits.max_num_seqs - len(epoch.running)
         seats = min(seats, len(epoch.slots.free), _limit(budget.admissions))
-        # Nothing else refers to the iterator: with the end of the loop it returns the members that it has passed.
         for request in epoch.view(waiting).candidates():
             room, chunk = min(choice.tokens_left, choice.prefill_left), budget.chunk
             if room <= 0 or seats <= 0:
@@ -235,7 +224,7 @@ class StepPlanner:
             if limits.whole_prompts:
                 room = chunk = limits.max_num_batched_tokens - choice.num_tokens
             prefix = kv.find_prefix(request)
-            if self.load(request, prefix):
+            if epoch.loads.wait_for(request, prefix):
                 continue
             longest = kv.covered(prefix)
             offered = self.offered(request, longest, min(chunk, room))
@@ -269,45 +258,6 @@ class StepPlanner:
         left = len(request.token_ids) - hit
         samples_apart = self.epoch.limits.takes_back_states and request.grammar is not None and left > 1
         return min(left - samples_apart, most)
-
-    def load(self, request: Request, prefix: list[int]) -> bool:
-        """Ask a tier, or another engine, for the blocks behind the cached prefix, if that is expected to be faster than
-        computing them. Return whether the request waits for a load (loaded block), which lets others pass. A suspect
-        does not."""
-        limits = self.epoch.limits
-        if request.asked or self.store.suspects.active:
-            return False
-        if not (limits.loads_blocks or (limits.fetches_blocks and request.kv_peers)):
-            return False
-        loading, most = self.store.loading, (len(request.token_ids) - 1) // limits.block_size
-        names = request.block_hashes[len(prefix) : most]
-        if not (names and request.reads_prefix_cache):
-            return False
-        if not loading.join(request, names[0]):
-            if not self.begin_load(prefix, names, request.kv_peers):
-                return False
-            loading.join(request, names[0])
-            request.asked = True
-        self.store.waiting.remove(request)
-        return True
-
-    def begin_load(self, prefix: list[int], names: list[bytes], peers: tuple[str, ...], is_ahead: bool = False) -> bool:
-        """Ask for the blocks with these names behind a cached prefix. Return False if that is not worth it, blocks are
-        short, or the first one was dropped lately. `is_ahead`: for requests to come."""
-        store, kv, size = self.store, self.epoch.kv, self.epoch.kv.block_size
-        peers = peers if self.epoch.limits.fetches_blocks else ()
-        if not (names := store.loading.loadable(names, store.now)):
-            return False
-        computing = len(names) * size * store.loading.seconds_per_token
-        if not store.loading.times_of(peers).is_worth(computing, len(names), store.now):
-            return False
-        if kv.num_missing(prefix, (len(prefix) + len(names)) * size) > kv.num_free:
-            return False
-        blocks = kv.reserve(prefix, len(names))
-        gives_up = store.now + max(LEAST_TIMEOUT, computing)
-        store.loading.start(BlockLoad(prefix, blocks, names, peers, is_ahead, store.now, gives_up))
-        store.counters["external_prefix_cache_queries"] += 0 if is_ahead else len(names) * size
-        return True
 
     def admit(self, request: Request, prefix: list[int], count: int, held: Column, choice: StepChoice) -> None:
         """Move a request from the queue to a slot with blocks for `held` tokens, int32[1]; its first row computes
@@ -350,7 +300,7 @@ class StepPlanner:
 
     # -- the plan ------------------------------------------------------------------------------------------------
 
-    def commit(self, choice: StepChoice) -> PlannedStep:
+    def commit(self, choice: StepChoice) -> tuple[InflightStep, SchedulerOutput]:
         """Take the step id and build the plan from copies of the columns; only then do the columns advance (plan
         snapshot)."""
         epoch, s = self.epoch, self.epoch.slots
@@ -359,13 +309,23 @@ class StepPlanner:
         drafts = starts + counts - (s.tokens.take(slots) + s.placeholders.take(slots))
         samples = drafts >= 0
         np.maximum(drafts, 0, out=drafts)
-        drafting = self.drafting if has_any(samples) else None
-        proposes = drafting.length(int(np.count_nonzero(samples))) if drafting else 0
-        is_trial, rests = (drafting.is_trial, drafting.rests) if drafting else (False, False)
+        drafting = self.drafting if has_any(samples) else NO_DRAFTING
+        proposes = drafting.length(int(np.count_nonzero(samples)))
+        masked_rows = indices(samples & s.constrained.take(slots))
+        masked = slots[masked_rows]
         step = InflightStep(
-            epoch.next_step, slots, s.generation.take(slots), starts, counts, samples, drafts, proposes, is_trial, rests
+            epoch.next_step,
+            slots,
+            s.generation.take(slots),
+            starts,
+            counts,
+            samples,
+            drafts,
+            proposes,
+            drafting.is_trial,
+            drafting.rests,
+            dict(zip(masked.tolist(), masked_rows.tolist(), strict=True)),
         )
-        masked = slots[samples & s.constrained.take(slots)]
         plan = SchedulerOutput(
             epoch=epoch.number,
             step_id=step.step_id,
@@ -381,16 +341,16 @@ class StepPlanner:
             has_structured_output_requests=len(masked) > 0,
             drafts=pack(drafts) if has_any(drafts) else b"",
             num_speculative_tokens=proposes,
-            min_acceptance=drafting.min_acceptance if drafting and proposes else 0.0,
+            min_acceptance=drafting.min_acceptance if proposes else 0.0,
             report_times=self.store.observers.rank_times,
             masked=pack(masked.astype(np.int32)),
             whole=epoch.kv.take_whole(),
-            speculation_rests=rests,
+            speculation_rests=step.rests,
             completes=epoch.kv.take_completed(epoch.limits.fetches_blocks),
         )
         epoch.next_step += 1
         epoch.ledger.add(step)
-        return PlannedStep(step, plan, masked)
+        return step, plan
 
 
 def _entry_bytes(request: Request) -> int:

@@ -13,7 +13,6 @@ from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.loading import BlockLoad
 from services.scheduler.core.pins import Pin
-from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.slots import DROP
 from services.scheduler.core.store import RequestStore
 
@@ -26,7 +25,6 @@ class PrefixCacheControl:
     store: RequestStore
     epoch: EpochState
     lifecycle: Lifecycle
-    planner: StepPlanner
 
     def adopt(self, held: NamedBlocks) -> None:
         """Start the prefix cache of an epoch that has just begun with the whole blocks that all of its workers hold
@@ -77,7 +75,7 @@ class PrefixCacheControl:
         found = count * self.epoch.limits.block_size
         self.store.counters["external_prefix_cache_hits"] += found
         self.store.counters["external_prefix_cache_queries"] += found if load.is_ahead else 0
-        self.lifecycle.end_load(load, count)
+        self.epoch.loads.end(load, count)
 
     def begin_loads(self) -> None:
         """Give up the loads that take too long, and begin those for requests to come. Nobody waits for the latter, and
@@ -88,10 +86,9 @@ class PrefixCacheControl:
         while loading.ahead and not self.store.suspects.active:
             names, peers = loading.ahead.pop(0)
             prefix = self.epoch.kv.prefix_of(names)
-            missing, limits = names[len(prefix) :], self.epoch.limits
-            can_load = limits.loads_blocks or (limits.fetches_blocks and peers)
-            if can_load and missing and missing[0] not in loading.by_first:
-                self.planner.begin_load(prefix, missing, peers, is_ahead=True)
+            missing = names[len(prefix) :]
+            if missing and missing[0] not in loading.by_first and self.epoch.loads.can_ask(peers):
+                self.epoch.loads.begin(prefix, missing, peers, is_ahead=True)
 
     def messages(self, next_step: int) -> Iterator[LoadBlocks]:
         """Yield the loads and drops that were not sent yet. Loads that were started with a step are sent before it."""

@@ -23,23 +23,19 @@ class FrontendConnections:
         self.server = Server(endpoint, {"frontend"}, security)
         self._decoder: Decoder[ClientMessage] = Decoder(ClientMessage)
         self._numbers: dict[bytes, int] = {}
-        self._peers: dict[int, bytes] = {}
-        """By number, in the order of arrival."""
+        self.peers: dict[int, bytes] = {}
+        """Frontends that are not known to be gone, by number, in the order of arrival."""
         self._signs: dict[int, int] = {}
         """Frontend -> number of its last sign of life."""
         self._unused = itertools.count()
         self._gone: list[int] = []
-
-    def __len__(self) -> int:
-        """Number of frontends that are not known to be gone."""
-        return len(self._peers)
 
     def receive(self) -> Iterator[tuple[int, Hello | ClientMessage]]:
         """Yield what has arrived, each message with the number of its frontend; a new frontend's first is a `Hello`."""
         for peer, message in self.server.messages(self._decoder):
             if peer not in self._numbers:
                 self._numbers[peer] = number = next(self._unused)
-                self._peers[number] = peer
+                self.peers[number] = peer
             if isinstance(message, FrontendAlive):
                 self._signs[self._numbers[peer]] = message.number
             yield self._numbers[peer], message
@@ -54,12 +50,12 @@ class FrontendConnections:
 
     def count_error(self, frontend: int, error: Exception) -> None:
         """Count and log a message that decodes, but is not valid."""
-        self.server.count_error(self._peers.get(frontend, b""), error)
+        self.server.count_error(self.peers.get(frontend, b""), error)
 
     def send(self, frontend: int, outputs: RequestOutputs) -> None:
         """Send as `send_if_connected` does. A frontend that does not read is turned away."""
         if not self.send_if_connected(frontend, outputs):
-            self.server.refuse(self._peers[frontend], "this frontend did not read; its requests were aborted")
+            self.server.refuse(self.peers[frontend], "this frontend did not read; its requests were aborted")
             self._lose(frontend, PeerSlow("it does not read"))
 
     def send_state(self, frontend: int, state: EngineState) -> None:
@@ -73,7 +69,7 @@ class FrontendConnections:
         """Send what may be lost. A frontend that is gone is in the next `take_gone`. Return False for one that does not
         read."""
         try:
-            if (peer := self._peers.get(frontend)) is not None:
+            if (peer := self.peers.get(frontend)) is not None:
                 self.server.send(peer, message)
         except PeerGone as error:
             self._lose(frontend, error)
@@ -82,18 +78,18 @@ class FrontendConnections:
         return True
 
     def send_state_to_all(self, state: EngineState) -> None:
-        for frontend in list(self._peers):
+        for frontend in list(self.peers):
             self.send_state(frontend, state)
 
     def forget(self, frontend: int, why: str) -> None:
         """Lose a frontend that is still connected. If it sends something again, it gets a new number, and is sent that
         number with the state."""
-        if frontend in self._peers:
+        if frontend in self.peers:
             self._lose(frontend, PeerGone(why))
 
     def _lose(self, frontend: int, error: Exception) -> None:
         log.info("frontend %d is gone: %s", frontend, error)
-        del self._numbers[self._peers.pop(frontend)]
+        del self._numbers[self.peers.pop(frontend)]
         self._signs.pop(frontend, None)
         self._gone.append(frontend)
 

@@ -56,7 +56,8 @@ class WorkerConnections:
     def __init__(self, endpoint: str, security: Security = LOCAL) -> None:
         self.server = Server(endpoint, {"worker", RESULTS}, security)
         self._decoder: Decoder[WorkerMessage | StepResult] = Decoder(WorkerMessage | StepResult)
-        self._by_name: dict[str, bytes] = {}
+        self.by_name: dict[str, bytes] = {}
+        """Workers that are not known to be gone."""
         self._results: dict[bytes, bytes] = {}
         """Worker -> its other connection."""
         self._owner: dict[bytes, bytes] = {}
@@ -64,10 +65,6 @@ class WorkerConnections:
         self._clocks: dict[bytes, ClockOffset] = {}
         """By worker."""
         self._gone: list[bytes] = []
-
-    def __len__(self) -> int:
-        """Number of workers that are not known to be gone."""
-        return len(self._by_name)
 
     def receive(self) -> Iterator[tuple[bytes, WorkerMessage | StepResult]]:
         """Yield what has arrived, each message with its worker."""
@@ -82,7 +79,7 @@ class WorkerConnections:
                 yield worker, message
 
     def _greet(self, peer: bytes, hello: Hello) -> None:
-        worker = self._by_name.get(hello.name)
+        worker = self.by_name.get(hello.name)
         if hello.role == RESULTS:
             if worker is None:  # it was lost meanwhile, and connects again
                 return
@@ -90,7 +87,7 @@ class WorkerConnections:
                 self._results[worker], self._owner[peer] = peer, worker
                 return
         elif worker is None:
-            self._by_name[hello.name], self._clocks[peer] = peer, ClockOffset()
+            self.by_name[hello.name], self._clocks[peer] = peer, ClockOffset()
             return
         self.server.refuse(peer, f"the name {hello.name!r} belongs to another connection")
 
@@ -159,7 +156,7 @@ class WorkerConnections:
         """Remove all that is known of a worker."""
         self._clocks.pop(worker, None)
         self._owner.pop(self._results.pop(worker, b""), None)
-        self._by_name = {name: peer for name, peer in self._by_name.items() if peer != worker}
+        self.by_name = {name: peer for name, peer in self.by_name.items() if peer != worker}
 
     def close(self, linger_ms: int) -> None:
         self.server.close(linger_ms)

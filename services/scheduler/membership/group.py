@@ -19,7 +19,7 @@ from services.scheduler.membership.admission import objection
 from services.scheduler.membership.contents import MAX_PARTS, WeightContents
 from services.scheduler.membership.epoch import Epoch
 from services.scheduler.membership.formation import Formation, GroupSize
-from services.scheduler.membership.group_states import GROUP_TABLE, PHASES, GroupAction, GroupEvent, GroupState
+from services.scheduler.membership.group_states import GROUP_TABLE, GroupAction, GroupEvent
 from services.scheduler.membership.losses import Losses
 from services.scheduler.membership.member import Member
 from services.scheduler.membership.member_states import MemberAction, MemberEvent, MemberState, reason_of
@@ -48,7 +48,7 @@ class WorkerGroup:
 
     def __init__(self, config: SchedulerConfig, incarnation: int = 0, tokenizer: str = "") -> None:
         self._config, self._tokenizer = config, tokenizer
-        self.state = GroupState.WAITING
+        self.state = EnginePhase.WAITING_FOR_WORKERS
         self.roster = Roster()
         self.losses = Losses()
         self._epoch = Epoch(config, self.roster, incarnation)
@@ -73,13 +73,13 @@ class WorkerGroup:
 
     @property
     def status(self) -> GroupStatus:
-        phase = PHASES[self.state] if self._recovering_since is None else EnginePhase.RECOVERING
+        phase = self.state if self._recovering_since is None else EnginePhase.RECOVERING
         return GroupStatus(phase, self._detail, self._progress, len(self.roster))
 
     @property
     def failed(self) -> bool:
         """Return whether the group has given up; `status.detail` has the reason."""
-        return self.state is GroupState.FAILED
+        return self.state is EnginePhase.FAILED
 
     @property
     def settling(self) -> bool:
@@ -120,7 +120,7 @@ class WorkerGroup:
     def may_return(self, peer: bytes, epoch: int) -> bool:
         """Return whether this worker may send results of an epoch. Those of an epoch that is not in effect are ignored
         later, so any worker may."""
-        if epoch != self.epoch or self.state is not GroupState.READY or self.size is None:
+        if epoch != self.epoch or self.state is not EnginePhase.READY or self.size is None:
             return True
         if peer not in self.roster:
             return False
@@ -130,7 +130,7 @@ class WorkerGroup:
     @property
     def unanswered(self) -> list[float]:
         """Seconds that a sign of life has waited for the answer of each rank of the epoch in effect, at least."""
-        if self.state is not GroupState.READY:
+        if self.state is not EnginePhase.READY:
             return []
         return [member.answers.seconds_without(self._sign) for member in self.roster.ranks]
 
@@ -169,7 +169,7 @@ class WorkerGroup:
     def _shrinks(self, message: WorkerMessage | StepFault, now: float) -> bool:
         """If a step of the epoch in effect ran out of memory, let the next epoch form smaller steps. Return False if
         that was tried already and did not hold: then it is a failure like others."""
-        if not isinstance(message, RankLost) or not message.out_of_memory or self.state is not GroupState.READY:
+        if not isinstance(message, RankLost) or not message.out_of_memory or self.state is not EnginePhase.READY:
             return False
         failed = self._watch.size_of(message.step_id)
         if failed is None or (self._epoch.has_shrunk and not self.losses.is_proven(now)):
@@ -197,7 +197,7 @@ class WorkerGroup:
 
     def on_result(self, epoch: int, step_id: int, now: float) -> None:
         """The result of a step has arrived. Results of an epoch that is not in effect are ignored."""
-        if epoch == self.epoch and self.state is GroupState.READY:
+        if epoch == self.epoch and self.state is EnginePhase.READY:
             self._watch.on_result(step_id, now)
             self.losses.on_useful(epoch)
 
@@ -223,33 +223,21 @@ class WorkerGroup:
             self.fail(f"{futile}: {self.losses.last}", now)
         if self.failed:
             return
-        for member in self.roster:
-            late = overdue(member, now, self._config.heartbeat_timeout_seconds)
+        timeout, sign = self._config.heartbeat_timeout_seconds, self._sign if self.state is EnginePhase.READY else 0
+        reasons = [(member.peer, overdue(member, now, timeout, sign)) for member in self.roster]
+        for peer, late in reasons:
             if late is not None and not self.failed:
-                self._member_event(member.peer, MemberEvent.GIVE_UP, late, now)
-        self._check_answers(now)
-        if self.state is GroupState.LOADING:
+                self._member_event(peer, MemberEvent.GIVE_UP, late, now)
+        if self.state is EnginePhase.LOADING:
             late = stalled(self.roster.ranks, now, self._config.load_timeout_seconds)
             if late is not None:
                 self._group_event(GroupEvent.BREAK, f"{late}: {self._detail}", now)
-        if self.state is GroupState.READY and (late_step := self._watch.overdue(now)) is not None:
+        if self.state is EnginePhase.READY and (late_step := self._watch.overdue(now)) is not None:
             self._group_event(GroupEvent.BREAK, self._hang(*late_step), now)
-        since, timeout = self._recovering_since, self._config.recovery_timeout_seconds
-        if since is not None and now - since > timeout:
+        since = self._recovering_since
+        if since is not None and now - since > self._config.recovery_timeout_seconds:
             self._end_requests()
         self._form(now)
-
-    def _check_answers(self, now: float) -> None:
-        """Give up a rank that does not hear the scheduler, or whose answers do not arrive."""
-        silent = [
-            (member.peer, seconds)
-            for member, seconds in zip(self.roster.ranks, self.unanswered, strict=False)
-            if seconds > self._config.heartbeat_timeout_seconds
-        ]
-        for peer, seconds in silent:
-            if not self.failed:
-                why = f"has not answered the scheduler for {seconds:.0f} s"
-                self._member_event(peer, MemberEvent.GIVE_UP, why, now)
 
     def _hang(self, step_id: int, took: float) -> str:
         """Return which step takes too long, and on which ranks."""

@@ -1,16 +1,16 @@
-"""States of the worker group: the rules first, then the table.
+"""States of the worker group, which are phases of the engine: the rules first, then the table.
 
 An epoch is one life of the group, from the assignment of ranks until one of them is lost or another size fits better.
 There is at most one epoch at a time. It is in effect, and steps are dispatched, in READY only.
 
-    WAITING     no epoch: workers are missing, or the next one is about to begin
-    LOADING     an epoch has begun: its ranks load, connect to one another and run the canary step
-    READY       the epoch is in effect
-    FAILED      terminal: the group cannot serve, every open request has ended with an error
+    WAITING_FOR_WORKERS    no epoch: workers are missing, or the next one is about to begin
+    LOADING                an epoch has begun: its ranks load, connect to one another and run the canary step
+    READY                  the epoch is in effect
+    FAILED                 terminal: the group cannot serve, every open request has ended with an error
 
-    WAITING ──FORM──► LOADING ──READY──► READY
-       ▲                 │                 │
-       └──BREAK, RESIZE──┴──BREAK, RESIZE──┘         any state ──FAIL──► FAILED
+    WAITING_FOR_WORKERS ──FORM──► LOADING ──READY──► READY
+             ▲                       │                 │
+             └─────BREAK, RESIZE─────┴──BREAK, RESIZE──┘         any state ──FAIL──► FAILED
 
 Rules:
 
@@ -18,8 +18,9 @@ Rules:
    flight in an epoch that was in effect is void (the epoch void, docs/invariants.md).
 2. An epoch ends by a fault (BREAK) or because another size fits the workers better (RESIZE). Faults are counted: after
    `MAX_FUTILE_EPOCHS` in a row that brought nothing, the group fails.
-3. From the end of an epoch that was in effect to the next one that is, the group *recovers*: open requests wait for it.
-   When that takes longer than the recovery timeout, they end with an error; the group goes on without them.
+3. From the end of an epoch that was in effect to the next one that is, the group *recovers*: open requests wait for it,
+   and frontends are sent RECOVERING in place of the state. When that takes longer than the recovery timeout, they end
+   with an error; the group goes on without them.
 4. If the table has no row for an event, that is a bug: `IllegalTransition`, and nothing changes. A failed group takes
    no events.
 """
@@ -27,13 +28,6 @@ Rules:
 import enum
 
 from protocol.requests import EnginePhase
-
-
-class GroupState(enum.Enum):
-    WAITING = enum.auto()
-    LOADING = enum.auto()
-    READY = enum.auto()
-    FAILED = enum.auto()
 
 
 class GroupEvent(enum.Enum):
@@ -70,29 +64,21 @@ class GroupAction(enum.Enum):
     """Send all workers away."""
 
 
-_S, _E, _A = GroupState, GroupEvent, GroupAction
+_S, _E, _A = EnginePhase, GroupEvent, GroupAction
 
-GROUP_TABLE: dict[tuple[GroupState, GroupEvent], tuple[GroupState, tuple[GroupAction, ...]]] = {
+GROUP_TABLE: dict[tuple[EnginePhase, GroupEvent], tuple[EnginePhase, tuple[GroupAction, ...]]] = {
     # an epoch begins
-    (_S.WAITING, _E.FORM): (_S.LOADING, (_A.ASSIGN,)),
+    (_S.WAITING_FOR_WORKERS, _E.FORM): (_S.LOADING, (_A.ASSIGN,)),
     (_S.LOADING, _E.LOADED): (_S.LOADING, (_A.INITIALIZE,)),
     (_S.LOADING, _E.READY): (_S.READY, (_A.START,)),
     # an epoch ends
-    (_S.LOADING, _E.BREAK): (_S.WAITING, (_A.END, _A.COUNT)),
-    (_S.LOADING, _E.RESIZE): (_S.WAITING, (_A.END,)),
-    (_S.READY, _E.BREAK): (_S.WAITING, (_A.END, _A.VOID, _A.COUNT)),
-    (_S.READY, _E.RESIZE): (_S.WAITING, (_A.END, _A.VOID)),
+    (_S.LOADING, _E.BREAK): (_S.WAITING_FOR_WORKERS, (_A.END, _A.COUNT)),
+    (_S.LOADING, _E.RESIZE): (_S.WAITING_FOR_WORKERS, (_A.END,)),
+    (_S.READY, _E.BREAK): (_S.WAITING_FOR_WORKERS, (_A.END, _A.VOID, _A.COUNT)),
+    (_S.READY, _E.RESIZE): (_S.WAITING_FOR_WORKERS, (_A.END, _A.VOID)),
     # the group cannot serve
-    (_S.WAITING, _E.FAIL): (_S.FAILED, (_A.END_REQUESTS, _A.SHUT_DOWN)),
+    (_S.WAITING_FOR_WORKERS, _E.FAIL): (_S.FAILED, (_A.END_REQUESTS, _A.SHUT_DOWN)),
     (_S.LOADING, _E.FAIL): (_S.FAILED, (_A.END_REQUESTS, _A.SHUT_DOWN)),
     (_S.READY, _E.FAIL): (_S.FAILED, (_A.VOID, _A.END_REQUESTS, _A.SHUT_DOWN)),
 }
 """(state, event) -> (next state, actions in order)."""
-
-PHASES: dict[GroupState, EnginePhase] = {
-    GroupState.WAITING: EnginePhase.WAITING_FOR_WORKERS,
-    GroupState.LOADING: EnginePhase.LOADING,
-    GroupState.READY: EnginePhase.READY,
-    GroupState.FAILED: EnginePhase.FAILED,
-}
-"""State -> what frontends are sent, unless the group recovers."""

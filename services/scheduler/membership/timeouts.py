@@ -19,8 +19,13 @@ LOAD_STALL = 1800.0
 thread runs."""
 
 
-def overdue(member: Member, now: float, heartbeat_timeout: float) -> str | None:
-    """Return why the worker is given up, or None. `heartbeat_timeout`: seconds, for a worker that serves."""
+def overdue(member: Member, now: float, heartbeat_timeout: float, sign: int) -> str | None:
+    """Return why the worker is given up, or None.
+
+    Args:
+        heartbeat_timeout: seconds, for a worker that serves.
+        sign: number of the last sign of life that ranks must answer; 0: none.
+    """
     if member.state is MemberState.RETURNING:
         late = now - member.since > RETURN_TIMEOUT
         return "did not register again after its epoch ended" if late else None
@@ -28,6 +33,8 @@ def overdue(member: Member, now: float, heartbeat_timeout: float) -> str | None:
     serves = member.state is MemberState.READY
     if silence > (heartbeat_timeout if serves else max(heartbeat_timeout, LOAD_SILENCE)):
         return f"was silent for {silence:.1f} s"
+    if serves and (seconds := member.answers.seconds_without(sign)) > heartbeat_timeout:
+        return f"has not answered the scheduler for {seconds:.0f} s"
     if member.state is MemberState.ASSIGNED and member.last_seen - member.since > ASSIGN_TIMEOUT:
         return f"is alive, but did not take up rank {member.rank}"
     return None

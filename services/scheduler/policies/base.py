@@ -41,7 +41,7 @@ class SchedulerView:
         a seat becomes free (adapter seat).
         """
         seated, held = self.adapters(), False
-        for request in self.waiting.in_order():
+        for request in self.waiting:
             if request.stale_rows:
                 continue
             if request.lora is None:

@@ -15,6 +15,10 @@ LEAST = StepBudget(1, 1)
 """One token of the first request: certain progress within every limit."""
 
 
+class ImpossibleAnswer(Exception):
+    """A policy has returned what no step can have."""
+
+
 class GuardedPolicy:
     """A policy whose exceptions and impossible answers are replaced by the least that makes progress."""
 
@@ -31,43 +35,37 @@ class GuardedPolicy:
             decodes, prefill, admissions = caps
             budget = StepBudget(tokens, chunk, decodes, prefill, admissions, bool(answer.runner_reports))
             possible = 1 <= tokens <= most and chunk >= 1
-            possible &= all(cap is None or cap >= 0 for cap in caps) and caps[:2] != [0, 0]
+            if not possible or any(cap is not None and cap < 0 for cap in caps) or caps[:2] == [0, 0]:
+                raise ImpossibleAnswer(f"{budget}, {most} tokens allowed")
+            return budget
         except Exception as error:
             self._report("begin", error)
             return LEAST
-        if not possible:
-            self._report("begin", f"{budget}, {most} tokens allowed")
-            return LEAST
-        return budget
 
     def order(self, view: SchedulerView) -> SlotIds:
         """Check that the slots are running, each at most once."""
         try:
             rows = self._policy.order(view)
-            possible = rows is view.running or _is_subset(rows, view)
+            if rows is not view.running and not _is_subset(rows, view):
+                raise ImpossibleAnswer(f"{rows}, of {view.running}")
+            return rows
         except Exception as error:
             self._report("order", error)
             return view.running
-        if not possible:
-            self._report("order", f"{rows}, of {view.running}")
-            return view.running
-        return rows
 
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
         """Check that the slice is part of the offer."""
         try:
             taken, counted = map(index, self._policy.admit(view, request, hit, count))
             possible = 0 <= taken <= hit and taken % view.limits.block_size == 0
-            possible &= 0 <= counted <= count + hit - taken
+            if not possible or not 0 <= counted <= count + hit - taken:
+                raise ImpossibleAnswer(f"{taken} of {hit} cached tokens and {counted} of {count} more")
+            return taken, counted
         except Exception as error:
             self._report("admit", error)
             return hit, count
-        if not possible:
-            self._report("admit", f"{taken} of {hit} cached tokens and {counted} of {count} more")
-            return hit, count
-        return taken, counted
 
-    def _report(self, method: str, problem: object) -> None:
+    def _report(self, method: str, problem: Exception) -> None:
         """Log each kind of failure once."""
         kind = (method, type(problem).__name__)
         if kind not in self._reported:
@@ -76,7 +74,7 @@ class GuardedPolicy:
                 "the batching policy failed in %s; the least that makes progress is done instead: %s",
                 method,
                 problem,
-                exc_info=problem if isinstance(problem, Exception) else None,
+                exc_info=None if isinstance(problem, ImpossibleAnswer) else problem,
             )
 
 

@@ -20,17 +20,16 @@ from msgspec.structs import replace
 from protocol.block_names import NamedBlocks
 from protocol.codec import pack, unpack
 from protocol.media import Media, distinct_tokens
-from protocol.requests import FinishReason, GenerateRequest
+from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import NO_DRAFT, ModelRunnerOutput
 from services.scheduler.core import observer as events
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import Record
-from services.scheduler.core.request import RequestKey
 from services.scheduler.recording.prefix_chains import PrefixChains
 from services.scheduler.recording.records import AppliedRecord, ArrivalRecord, MaskRecord, OutcomeRecord, PlanRecord
 
-NOT_RECORDED = (events.ObserverAttached, events.BlocksCached, events.BlocksEvicted, events.TierChanged)
+NOT_RECORDED = (events.BlocksCached, events.BlocksEvicted, events.TierChanged)
 """Events that follow from others; whether they are emitted depends on the listeners."""
 
 
@@ -51,14 +50,11 @@ class Converter:
         }
         """Events that are not recorded as they are."""
 
-    def record(self, event: events.Event) -> Record | None:
-        """Return the record of an event; None if it is not recorded."""
-        converter = self._converters.get(type(event))
-        return event if converter is None else converter(event)  # type: ignore[return-value]  # others are in `Record`
-
     def records(self, event: events.Event) -> list[Record]:
-        record = self.record(event)
-        return [] if record is None else [record]
+        """Return the records of an event, none if it is not recorded."""
+        converter = self._converters.get(type(event))
+        record = event if converter is None else converter(event)
+        return [] if record is None else [record]  # type: ignore[list-item]  # without a converter it is a `Record`
 
     def arrival(self, event: events.RequestArrived) -> Record:
         media = event.message.media
@@ -98,32 +94,22 @@ class TokenRemover(Converter):
         super().__init__(keeps_tokens=False)
         self._chains = PrefixChains(limits)
         self._vocab_size = vocab_size
-        self._slot_of: dict[RequestKey, int] = {}
-        self._stopped: set[RequestKey] = set()
-        """Requests that a stop token ended with the result that is being applied."""
 
     def records(self, event: events.Event) -> list[Record]:
         if isinstance(event, events.RequestArrived):
             return [self._arrival(event)]
-        record = self.record(event)
+        records = super().records(event)
         match event:
             case events.EpochStarted(limits=limits) | events.CoreRestarted(limits=limits):
                 self._chains.start_epoch(limits)
             case events.StepDispatched(plan=plan, requests=requests):
                 for new, key in zip(plan.new, requests, strict=True):
-                    self._slot_of[key] = new.slot
                     self._chains.enter(new.slot, key, distinct_tokens(unpack(new.token_ids), new.media))
-            case events.RequestRefused(frontend=frontend, finish=finish):
-                self._chains.forget((frontend, finish.number))
-            case events.RequestFinished(frontend=frontend, finish=finish):
-                self._chains.forget((frontend, finish.number))
-                if finish.reason is FinishReason.STOP:
-                    self._stopped.add((frontend, finish.number))
-                else:
-                    self._slot_of.pop((frontend, finish.number), None)
-            case events.ResultApplied() if record is not None:
-                return [record, self._outcome(event)]
-        return [] if record is None else [record]
+            case events.RequestRefused() | events.RequestFinished():
+                self._chains.forget((event.frontend, event.finish.number))
+            case events.ResultApplied():
+                records.append(self._outcome(event))
+        return records
 
     def _arrival(self, event: events.RequestArrived) -> ArrivalRecord:
         message, plain = event.message, _without_content(event.message, self._vocab_size)
@@ -143,11 +129,7 @@ class TokenRemover(Converter):
         rows, widths = step.slots[step.samples], unpack(event.result.counts)
         first = np.cumsum(widths, dtype=np.int32) - widths
         totals, block_rows, blocks = self._chains.append(rows, event.counts, token_ids, first)
-        stops = NO_ROWS
-        if self._stopped:
-            stopped = [self._slot_of.pop(key) for key in event.ended if key in self._stopped]
-            self._stopped.clear()
-            stops = np.flatnonzero(np.isin(rows, stopped) & (event.counts > 0))  # an embedding has no token
+        stops = np.flatnonzero(event.stops)
         last = event.counts[stops] - 1
         return OutcomeRecord(
             pack(rows.astype(np.int32)),
@@ -160,7 +142,6 @@ class TokenRemover(Converter):
         )
 
 
-NO_ROWS = np.zeros(0, np.int64)
 PLAIN = SamplingParams(1)
 """Parameters in plans without tokens: those of the request are in its arrival."""
 

@@ -48,17 +48,16 @@ class FlightRecorder:
         self._log: deque[Event] = deque(maxlen=MAX_WAITING)
         self.observe: Callable[[Event], None] = self._log.append
         """The only work in the scheduling loop: a function of Python here would double it."""
-        self._needs_start = self._has_requested_start = False
+        self._has_requested_start = False
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
     def needs_start(self) -> bool:
         """Return whether the core must be restarted now, so that a replay can begin there; true once for each start."""
-        if not self._needs_start:
-            return False
-        self._needs_start = False
-        return True
+        is_needed = self._writer.is_start_due and not self._has_requested_start
+        self._has_requested_start |= is_needed
+        return is_needed
 
     def close(self) -> None:
         """Write what is left."""
@@ -82,7 +81,7 @@ class FlightRecorder:
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._writer.close()
-        self._needs_start = False
+        self._has_requested_start = True  # for good
         log.error("the recording has ended: %s; what is written can be replayed", reason)
         while not self._ends.wait(WRITE_SECONDS):
             self._log.clear()
@@ -94,7 +93,7 @@ class FlightRecorder:
                 raise RecordingTooSlow("events come faster than they can be written")
             event = self._log.popleft()
             if isinstance(event, CoreRestarted) or len(records) >= MAX_FRAME_RECORDS:
-                self._write(records)
+                self._writer.write(records)
                 records = []
             if isinstance(event, CoreRestarted):
                 self._writer.start()
@@ -102,14 +101,7 @@ class FlightRecorder:
             records += self._convert(event)
             if count % SLICE == SLICE - 1:
                 time.sleep(0)
-        self._write(records)
-
-    def _write(self, records: list[Record]) -> None:
-        if not records:
-            return
         self._writer.write(records)
-        if self._writer.is_start_due and not self._has_requested_start:
-            self._needs_start = self._has_requested_start = True
 
 
 class LiveRecording(CoreListener):

@@ -54,7 +54,7 @@ class ProductionCore:
         """Return the batching policy of an epoch."""
         return make_policy(self.config, limits)
 
-    def drafting(self) -> Drafting | None:
+    def drafting(self) -> Drafting:
         return drafting_from_config(self.config.speculative_config)
 
     def core(self, compiler: Compiler | None, mask_maker: MaskMaker) -> EngineCore:
@@ -149,9 +149,8 @@ class Replay:
 
     def observe(self, event: events.Event) -> None:
         if not isinstance(event, events.InboundEvent):
-            record = self._converter.record(event)
-            if isinstance(record, events.Decision):
-                self._decisions.append(record)
+            records = self._converter.records(event)
+            self._decisions += [record for record in records if isinstance(record, events.Decision)]
         if isinstance(event, events.RequestFinished):
             self._tokens.pop((event.frontend, event.finish.number), None)
 

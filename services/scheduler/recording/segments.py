@@ -121,7 +121,9 @@ class SegmentWriter:
             self._since_start, self._last_start = 0, path
 
     def write(self, records: Sequence[Record]) -> None:
-        """Write a frame. Raises: OSError"""
+        """Write a frame, unless it is empty. Raises: OSError"""
+        if not records:
+            return
         frame = _frame_of(records)
         if self._size + len(frame) > self._segment_bytes:
             self._begin_another(is_start=False, num_bytes=len(frame))

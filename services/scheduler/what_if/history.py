@@ -206,8 +206,6 @@ class _HistoryReader:
                     self._finished(record)
                 case RequestPreempted():
                     self.history.num_preemptions += 1
-                case _:
-                    pass
 
     def _arrive(self, frontend: int, message: GenerateRequest, tokens: Column) -> None:
         self._num_arrivals += 1

@@ -145,8 +145,6 @@ class WhatIf:
                 self._steps[step.step_id] = step
             case RequestFinished(frontend=frontend, finish=finish):
                 self._finished((frontend, finish.number), finish)
-            case _:
-                pass
 
     def _next(self) -> tuple[float, bool]:
         """Return the time of what happens next, inf if nothing does, and whether it is a result."""

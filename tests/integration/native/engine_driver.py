@@ -102,7 +102,7 @@ class EngineDriver:
             policy or ChunkedPolicy(),
             depth,
             vocab_size,
-            drafting=FixedDrafting(drafts) if drafts else None,
+            drafting=FixedDrafting(drafts),
             compiler=self._compilation,
             mask_maker=self._masks if late else INLINE_MASKS,
         )

@@ -9,6 +9,7 @@ that they use: `time`, `threading`, `queue`, `zmq`, an event loop of asyncio, `M
 
 import gc
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -223,7 +224,7 @@ class SimulatedEngine:
         """Return whether all processes run."""
         return (
             self.service is not None
-            and len(self.workers) == len(self.service.workers) == self.layout.num_workers
+            and len(self.workers) == len(self.service.workers.by_name) == self.layout.num_workers
             and self.service.group.status.num_workers == self.layout.num_workers
         )
 
@@ -245,9 +246,10 @@ class SimulatedEngine:
         assert not epoch.fences
         assert not engine.queue.unmasked, "a step waits for masks"
         assert not engine.store.suspects.active
-        assert len(service.frontends) == num_frontends, f"{len(service.frontends)} frontends"
-        assert len(service.leases) == num_frontends, f"{len(service.leases)} leases"
-        assert len(service.workers) == len(self.workers), f"{len(service.workers)} workers"
+        frontends, leases, workers = service.frontends.peers, service.leases.expired(math.inf), service.workers.by_name
+        assert len(frontends) == num_frontends, f"{len(frontends)} frontends"
+        assert len(leases) == num_frontends, f"{len(leases)} leases"
+        assert len(workers) == len(self.workers), f"{len(workers)} workers"
         assert incarnation_of(service.group.epoch) == service.incarnation
         assert service.group.status.phase is EnginePhase.READY
         running = [scheduler for scheduler in self.schedulers if not scheduler.stopped]

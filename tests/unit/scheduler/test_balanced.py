@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.apply import ResultApplier
+from services.scheduler.core.drafting import NO_DRAFTING
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.lifecycle import Lifecycle
@@ -28,8 +29,8 @@ class Pipeline:
         self.store = RequestStore()
         self.epoch = EpochState(1, limits, BalancedPolicy(), self.store)
         lifecycle = Lifecycle(self.store, self.epoch)
-        self.planner = StepPlanner(self.store, self.epoch, lifecycle, None)
-        self.applier = ResultApplier(self.store, self.epoch, lifecycle, None)
+        self.planner = StepPlanner(self.store, self.epoch, lifecycle, NO_DRAFTING)
+        self.applier = ResultApplier(self.store, self.epoch, lifecycle, NO_DRAFTING)
         self.depth = depth or limits.stages + 1
         self.inflight: deque[InflightStep] = deque()
         self._requests = 0
@@ -47,8 +48,8 @@ class Pipeline:
         planned = self.planner.schedule()
         if planned is None:
             return None
-        self.inflight.append(planned.step)
-        return planned.step
+        self.inflight.append(planned[0])
+        return planned[0]
 
     def result(self) -> None:
         step = self.inflight.popleft()

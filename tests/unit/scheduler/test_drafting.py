@@ -136,7 +136,7 @@ def test_a_draft_needs_a_higher_probability_if_its_row_costs_more() -> None:
 
 
 def test_configured() -> None:
-    assert drafting_from_config(None) is None
+    assert drafting_from_config(None).length(4) == 0
     fixed = drafting_from_config(SpeculativeConfig(method="ngram", num_speculative_tokens=5, adaptive=False))
     assert isinstance(fixed, FixedDrafting)
     assert fixed.length(1) == fixed.length(1000) == 5

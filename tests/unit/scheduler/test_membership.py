@@ -32,7 +32,6 @@ from services.config import SchedulerConfig
 from services.scheduler.engine_state import StateReports
 from services.scheduler.membership import Action, Ended, FailRequests, News, Refuse, Send, Started, WorkerGroup
 from services.scheduler.membership.formation import RETURN_SECONDS
-from services.scheduler.membership.group_states import GroupState
 from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS
 from services.scheduler.membership.member_states import MemberState
 from services.scheduler.membership.step_watch import FLOOR, SMALLEST, STRETCH, StepSize
@@ -265,6 +264,12 @@ def test_a_pause_of_the_scheduler_is_no_silence_of_a_rank() -> None:
     g.send("a", Heartbeat(1, 0, answers=2), 100.0)
     assert g.check_at(100.0) == []
     assert signs_of_life(g, 3, 100.0) == []
+
+
+def test_ranks_that_fall_silent_together_are_lost_together() -> None:
+    g = serving("a", "b", tensor_parallel_size=2, heartbeat_timeout_seconds=5)
+    g.check(6.0)
+    assert not g.names
 
 
 def test_loading_excuses_a_longer_silence() -> None:
@@ -780,7 +785,7 @@ def test_a_group_that_failed_takes_no_events() -> None:
     g = serving("a")
     g.fail("no policy fits", 1.0)
     assert [type(a) for a in g.actions()] == [Ended, FailRequests, Send]
-    assert g.state is GroupState.FAILED
+    assert g.state is EnginePhase.FAILED
     assert g.register("b", at=2.0) == g.lose("a", 3.0) == g.check_at(1000.0) == []
     g.fail("again", 1001.0)
     assert g.actions() == []

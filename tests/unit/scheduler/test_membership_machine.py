@@ -26,7 +26,6 @@ from protocol.requests import EnginePhase
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
 from services.scheduler.membership import Ended, FailRequests, Refuse, Send, Started, WorkerGroup
-from services.scheduler.membership.group_states import PHASES, GroupState
 from services.scheduler.membership.member_states import IN_EPOCH, MEMBER_TABLE, MemberState, event_of
 
 Message = WorkerMessage | StepFault
@@ -166,9 +165,9 @@ class GroupMachine(RuleBasedStateMachine):
     @invariant()
     def states_agree(self) -> None:
         group, ranks = self.group, self.group.roster.ranks
-        assert group.status.phase is (EnginePhase.RECOVERING if self.requests_wait else PHASES[group.state])
+        assert group.status.phase is (EnginePhase.RECOVERING if self.requests_wait else group.state)
         assert 0 <= group.status.progress <= 1
-        assert (self.in_effect is not None) == (group.state is GroupState.READY)
+        assert (self.in_effect is not None) == (group.state is EnginePhase.READY)
         if not group.failed:
             assert len(ranks) == (group.size.world if group.size else 0)
             assert [member.rank for member in ranks] == list(range(len(ranks)))

@@ -8,10 +8,11 @@ import pytest
 
 from protocol.codec import ProtocolError
 from protocol.membership import Heartbeat, Loaded, LoadFailed, LoadProgress, RankLost, Ready, Register, WorkerMessage
+from protocol.requests import EnginePhase
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
 from services.scheduler.membership import WorkerGroup
-from services.scheduler.membership.group_states import GROUP_TABLE, PHASES, GroupAction, GroupEvent, GroupState
+from services.scheduler.membership.group_states import GROUP_TABLE, GroupAction, GroupEvent
 from services.scheduler.membership.member_states import (
     IN_EPOCH,
     MEMBER_TABLE,
@@ -86,9 +87,8 @@ def test_every_member_event_has_a_row_or_changes_nothing(state: MemberState, eve
     assert (b"a" in roster) is (after is not MemberState.UNKNOWN)
 
 
-def test_every_message_has_an_event_and_every_state_a_phase() -> None:
+def test_every_message_has_an_event() -> None:
     assert set(MESSAGES) == set(MESSAGES_OF_EPOCH)
-    assert set(PHASES) == set(GroupState)
 
 
 def test_every_state_action_and_event_is_used() -> None:
@@ -96,7 +96,7 @@ def test_every_state_action_and_event_is_used() -> None:
     assert {event for _, event in MEMBER_TABLE} == set(MemberEvent)
     assert {action for _, actions in MEMBER_TABLE.values() for action in actions} == set(MemberAction)
     reached = {after for after, _ in GROUP_TABLE.values()}
-    assert reached == set(GroupState)
+    assert reached == set(EnginePhase) - {EnginePhase.DRAINING, EnginePhase.RECOVERING}
     assert {event for _, event in GROUP_TABLE} == set(GroupEvent)
     assert {action for _, actions in GROUP_TABLE.values() for action in actions} == set(GroupAction)
 
@@ -120,23 +120,23 @@ def test_workers_that_come_and_go_are_counted() -> None:
 
 def test_steps_are_void_when_and_only_when_the_epoch_in_effect_ends() -> None:
     for (before, event), (after, actions) in GROUP_TABLE.items():
-        assert (GroupAction.START in actions) == (after is GroupState.READY), (before, event)
-        assert (GroupAction.VOID in actions) == (before is GroupState.READY), (before, event)
+        assert (GroupAction.START in actions) == (after is EnginePhase.READY), (before, event)
+        assert (GroupAction.VOID in actions) == (before is EnginePhase.READY), (before, event)
 
 
 def test_ranks_are_told_of_the_end_whenever_an_epoch_ends_and_the_group_goes_on() -> None:
-    waiting = GroupState.WAITING
+    waiting = EnginePhase.WAITING_FOR_WORKERS
     for (before, event), (after, actions) in GROUP_TABLE.items():
-        begins = before is waiting and after is GroupState.LOADING
+        begins = before is waiting and after is EnginePhase.LOADING
         assert (GroupAction.END in actions) == (before is not waiting and after is waiting), (before, event)
         assert (GroupAction.ASSIGN in actions) == begins, (before, event)
 
 
 def test_a_failed_group_has_no_rows_and_no_requests() -> None:
     for (before, event), (after, actions) in GROUP_TABLE.items():
-        assert (GroupAction.END_REQUESTS in actions) == (after is GroupState.FAILED), (before, event)
-    assert all(state is not GroupState.FAILED for state, _ in GROUP_TABLE)
-    assert all((state, GroupEvent.FAIL) in GROUP_TABLE for state in GroupState if state is not GroupState.FAILED)
+        assert (GroupAction.END_REQUESTS in actions) == (after is EnginePhase.FAILED), (before, event)
+    assert all(state is not EnginePhase.FAILED for state, _ in GROUP_TABLE)
+    assert all((state, GroupEvent.FAIL) in GROUP_TABLE for state, _ in GROUP_TABLE)
 
 
 # -- what any worker may send in any state -----------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from services.scheduler.core.observer import (
     DispatchStarted,
     EpochEnded,
     EpochStarted,
-    ObserverAttached,
     RequestFinished,
     ResultApplied,
     ResultArrived,
@@ -33,7 +32,6 @@ class RecordedCore:
     def __init__(self, num_ranks: int = 1) -> None:
         self.now = 0.0
         self.recorder = StepRecorder(num_ranks, epoch=1, clock=lambda: self.now)
-        self.recorder.observe(ObserverAttached(((3, (0, 7), 9), (0, (1, 2**32 - 1), 1))))
 
     def dispatch(self, step_id: int, epoch: int = 1, new: tuple[NewRequest, ...] = ()) -> StepDispatched:
         slots, ones = np.array([3, 0], np.int64), np.ones(2, np.int32)
@@ -46,6 +44,9 @@ class RecordedCore:
             step,
             plan,
             requests=tuple((2, 40 + i) for i in range(len(new))),
+            frontends=np.array([0, 1], np.int32),
+            numbers=np.array([7, 2**32 - 1], np.uint32),
+            entries=np.array([9, 1], np.int32),
             steps_in_flight=2,
             num_running=2,
             num_waiting=5,
@@ -58,7 +59,7 @@ class RecordedCore:
         result = ModelRunnerOutput(event.plan.epoch, event.plan.step_id, b"", b"", b"", b"")
         self.recorder.observe(ResultArrived(result))
         counts = np.array([tokens], np.int32)
-        self.recorder.observe(ResultApplied(event.step, result, np.ones(1, np.int8), counts, ()))
+        self.recorder.observe(ResultApplied(event.step, result, np.ones(1, np.int8), counts, np.zeros(1, np.bool_), ()))
 
     def report(self, event: StepDispatched, rank: int, offset: float = 0.0) -> None:
         self.recorder.add_times(event.plan.epoch, event.plan.step_id, RankTimes(rank, MEASURED), offset)

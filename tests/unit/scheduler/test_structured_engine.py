@@ -14,7 +14,7 @@ from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.config import SchedulerConfig
 from services.scheduler import structured_output
-from services.scheduler.core import engine as engine_module
+from services.scheduler.core import compiling
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
@@ -251,7 +251,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 def test_grammars_whose_replay_takes_long_do_not_stop_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does one alone that has many tokens to read: it takes several turns, and others get theirs."""
     monkeypatch.setattr(structured_output, "GRAMMAR_SECONDS", 0.0)
-    monkeypatch.setattr(engine_module, "REPLAYED_TOKENS", 2)
+    monkeypatch.setattr(compiling, "REPLAYED_TOKENS", 2)
     core, grammars = engine(2), {ticket: Counting() for ticket in (1, 2, 3)}
     for number, outputs in enumerate(([], [5, 6, 7, 8, 9], [])):
         core.add(0, generate([1, 2, *outputs], number=number, prompt=2, max_tokens=9, structured=COUNTING))

@@ -1,4 +1,4 @@
-"""The waiting queue against a sorted list."""
+"""The waiting queue against a dictionary of its members."""
 
 from random import Random
 
@@ -7,19 +7,6 @@ import numpy as np
 from services.scheduler.core.request import Request
 from services.scheduler.core.waiting import WaitingQueue
 from tests.simulation.requests import request
-
-
-def test_a_walk_that_ends_early_loses_no_request() -> None:
-    queue = WaitingQueue()
-    requests = [request(number=order_key) for order_key in range(5)]
-    for r in requests:
-        queue.add(r)
-    for r in queue.in_order():
-        if r.order_key == 1:
-            queue.remove(r)
-        if r.order_key == 2:
-            break
-    assert list(queue.in_order()) == [requests[i] for i in (0, 2, 3, 4)]
 
 
 def test_a_late_token_grows_its_request_and_the_sum() -> None:
@@ -32,7 +19,7 @@ def test_a_late_token_grows_its_request_and_the_sum() -> None:
     assert (len(queue), queue.num_tokens, queue.head()) == (0, 0, None)
 
 
-def test_random_use_equals_a_sorted_list() -> None:
+def test_random_use_keeps_the_order_also_while_members_leave_during_a_walk() -> None:
     rng, queue, model = Random(3), WaitingQueue(), dict[int, Request]()
     for order_key in range(2_000):
         r = request([0] * rng.randint(1, 9), rng.randrange(10**6) * 4096 + order_key)
@@ -47,4 +34,10 @@ def test_random_use_equals_a_sorted_list() -> None:
                     model[out.order_key] = out
         assert queue.head() is (model[min(model)] if model else None)
         assert queue.num_tokens == sum(len(r.token_ids) for r in model.values())
-    assert list(queue.in_order()) == [model[order_key] for order_key in sorted(model)]
+    ordered, walked = [model[order_key] for order_key in sorted(model)], []
+    for r in queue:
+        walked.append(r)
+        if r.order_key % 2:
+            queue.remove(r)
+    assert walked == ordered
+    assert list(queue) == [r for r in ordered if r.order_key % 2 == 0]
