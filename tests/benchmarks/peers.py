@@ -123,8 +123,8 @@ SERVERS: dict[str, ComparedServer] = {
 }
 
 
-def main() -> None:
-    args = _arguments()
+def main(parser: argparse.ArgumentParser) -> None:
+    args = _arguments(parser)
     files = [_model(name) for name in args.model] or [packaged_gguf()]
     absent = {name: reason for name in args.servers if (reason := _absent(SERVERS[name], files))}
     names = [name for name in args.servers if name not in absent]
@@ -159,8 +159,7 @@ def _run(setting: PeerSetting, names: list[str], repeats: Repeats) -> None:
                     runs.setdefault((name, streams), []).append(_measured(server, setting.args, streams))
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def _arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument(
         "--model",
         nargs="*",
@@ -281,7 +280,3 @@ def _ratios(runs: Runs, peer: str, figure: str, best: Callable[[list[float]], fl
         for n in numbers
         if found["runahead", n] and found[peer, n]
     }
-
-
-if __name__ == "__main__":
-    main()
