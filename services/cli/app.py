@@ -15,6 +15,7 @@ from services.cli.command_help import GroupedCommand
 from services.cli.flags import command
 from services.cli.settings import ConfigurationError, Settings
 from services.cli.show import show
+from services.config import commands
 
 USAGE_ERROR = 2
 HELP = {
@@ -128,11 +129,11 @@ def _healthcheck(context: typer.Context) -> None:
     raise typer.Exit(main(context.args))
 
 
-_add("status", config.ShowConfig, "services.cli.status:status", ["url"])
-_add("engines", config.ShowConfig, "services.cli.engines:engines", ["url"])
-_add("drain", config.DrainConfig, "services.cli.engines:drain", ["engine", "url"])
-_add("replan", config.ReplanConfig, "services.cli.engines:replan", ["settings"])
-_add("trace", config.TraceConfig, "services.cli.trace:trace", ["url"])
+_add("status", commands.ShowConfig, "services.cli.status:status", ["url"])
+_add("engines", commands.ShowConfig, "services.cli.engines:engines", ["url"])
+_add("drain", commands.DrainConfig, "services.cli.engines:drain", ["engine", "url"])
+_add("replan", commands.ReplanConfig, "services.cli.engines:replan", ["settings"])
+_add("trace", commands.TraceConfig, "services.cli.trace:trace", ["url"])
 
 
 @app.command("keys")
@@ -148,7 +149,7 @@ def _keys(
     typer.echo(make_keys(directory))
 
 
-_add("kv-keeper", config.KeeperConfig, "services.cli.kv_keeper:kv_keeper", ["path"])
+_add("kv-keeper", commands.KeeperConfig, "services.cli.kv_keeper:kv_keeper", ["path"])
 
 
 @app.command("doctor")

@@ -16,7 +16,8 @@ from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from services.cli.healthcheck import bearer, client_tls, get
-from services.config import ClientConfig, ServerConfig
+from services.config import ClientConfig
+from services.config.commands import ServerConfig
 
 TIMEOUT = 5.0
 """Seconds to wait for an answer."""

@@ -17,7 +17,8 @@ from rich.text import Text
 from services.cli.ask import ServerAddress, about_server, ask_object
 from services.cli.flags import name_argument
 from services.cli.settings import ConfigurationError, from_file
-from services.config import DrainConfig, ReplanConfig, ServeConfig, ShowConfig
+from services.config import ServeConfig
+from services.config.commands import DrainConfig, ReplanConfig, ShowConfig
 
 POLL_INTERVAL = 0.3
 """Seconds between two looks at a change that is under way."""

@@ -18,8 +18,6 @@ OTHER_FORMS = {"input_file": "-i", "output_file": "-o", "output": "-o", "base_ur
 """Other forms of flags, by field."""
 OWN_FORMS = {"as_json": "--json"}
 """Flags that are not named after their field."""
-METAVARS = {"base_url": "URL", "settings": "[URL] --SETTING VALUE ..."}
-"""Placeholders of arguments that are not named after their field."""
 
 _CONFIG_FILE = typer.Option(
     "--config", help="YAML file with any of these settings.", metavar="FILE", rich_help_panel=ORDER[0]
@@ -41,7 +39,7 @@ def command(
     arguments_only = {name for name in positional if _is_required(name, model) or is_list(model.model_fields[name])}
 
     def invoke(**given: Any) -> None:
-        file = given.pop("config")
+        file = given.pop("config", None)
         for name in positional:
             name_argument(given, name)
         given = {name: value for name, value in given.items() if value != []}
@@ -50,7 +48,8 @@ def command(
     fields = sorted((name for name in model.model_fields if name not in {*omitted, *arguments_only}), key=position)
     parameters = [_argument(name, model) for name in positional]
     parameters += [_option(name, model) for name in fields]
-    parameters.append(_keyword("config", Annotated[Path | None, _CONFIG_FILE]))
+    if not any(is_list(model.model_fields[name]) for name in positional):  # flags of another command, whose file it is
+        parameters.append(_keyword("config", Annotated[Path | None, _CONFIG_FILE]))
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     invoke.__annotations__ = {}
     return invoke
@@ -66,7 +65,7 @@ def name_argument(given: dict[str, Any], positional: str) -> None:
 
 
 def _argument(name: str, model: type[BaseModel]) -> inspect.Parameter:
-    metavar = METAVARS.get(name, name.upper())
+    metavar = "URL" if name == "base_url" else name.upper()
     argument = typer.Argument(help=description(name, model), metavar=metavar, show_default=False)
     kind: Any = list[str] if is_list(model.model_fields[name]) else str
     return _keyword(f"{name}_argument", Annotated[kind | None, argument], _is_required(name, model))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from services.cli import logs
 from services.cli.settings import ConfigurationError
-from services.config import KeeperConfig
+from services.config.commands import KeeperConfig
 from services.kv_keeper import Keeper
 from services.process import stop_signals
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.cli.ask import ServerAddress, about_server, ask, ask_object
-from services.config import ShowConfig
+from services.config.commands import ShowConfig
 from services.units import size_text
 
 _SAMPLE = re.compile(r'^runahead:(\w+)\{engine="[^"]*",model_name="[^"]*"\} (\S+)$', re.MULTILINE)

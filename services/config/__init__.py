@@ -4,19 +4,14 @@ A setting has the same name as a flag (`--max-num-seqs`), in the environment (`R
 file (`max-num-seqs`). The text below it is the help of the flag.
 """
 
+from services.config import commands
 from services.config.base import BaseConfig, ClientConfig, ServiceConfig, flag
 from services.config.commands import (
     WITHOUT_SERVER,
     BenchConfig,
     ConvertConfig,
-    DrainConfig,
-    KeeperConfig,
-    ReplanConfig,
     ReplayConfig,
     RunBatchConfig,
-    ServerConfig,
-    ShowConfig,
-    TraceConfig,
     WhatIfConfig,
 )
 from services.config.frontend import FrontendConfig
@@ -29,9 +24,6 @@ from services.config.simulator import SimulatorConfig
 from services.config.speculation import SpeculativeConfig
 from services.config.worker import BackendConfig, WorkerConfig
 
-_COMMANDS: tuple[type[BaseConfig], ...] = (
-    *(RunBatchConfig, BenchConfig, ConvertConfig, ReplayConfig, RayCommandConfig),
-    *(ShowConfig, DrainConfig, ReplanConfig, TraceConfig, KeeperConfig),
-)
-EVERY_SETTING = frozenset(name for model in (*_COMMANDS, *SERVICES.values()) for name in model.model_fields)
+_MODELS = [model for model in vars(commands).values() if isinstance(model, type) and issubclass(model, BaseConfig)]
+EVERY_SETTING = frozenset(name for model in (*_MODELS, RayCommandConfig) for name in model.model_fields)
 """Names of the settings of all commands."""

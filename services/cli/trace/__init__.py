@@ -7,7 +7,7 @@ from typing import Any
 
 from services.cli.ask import ServerAddress, about_server, ask_object
 from services.cli.trace.events import TraceWriter
-from services.config import TraceConfig
+from services.config.commands import TraceConfig
 
 ENTRIES = 512
 """Entries per request, the server's maximum."""

@@ -72,10 +72,11 @@ def other_program() -> Iterator[str]:
 def test_answer_of_another_program_is_one_line(
     other_program: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url, file = other_program + path, tmp_path / "trace.json"
+    url, file, settings = other_program + path, tmp_path / "trace.json", tmp_path / "settings.yaml"
+    settings.write_text("max-num-seqs: 3")
     for command in (
         *(["status", url], ["trace", "--url", url, "-o", str(file)]),
-        *(["drain", "e", "--url", url], ["replan", url, "--max-num-seqs", "3"]),
+        *(["drain", "e", "--url", url], ["replan", url, "--config", str(settings)]),
     ):
         done = run_command(capsys, *command)
         assert (done.status, done.stdout, done.stderr.count("\n")) == (1, "", 1)

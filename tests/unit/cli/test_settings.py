@@ -154,7 +154,6 @@ def test_sizes_have_suffixes(given: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"load_format": "dummy"}, "--load-format is a setting of --backend vllm; --backend native does not use it"),
         (
             {"kv_offload_bytes": "1G", "backend": "vllm"},
             "--kv-offload-bytes is a setting of --backend native and sim; --backend vllm does not use it: vLLM's KV",
