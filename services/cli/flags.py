@@ -36,7 +36,8 @@ def command(
         positional: fields that are arguments of the command, in their order. They may also be given as options, unless
             they are required or lists.
     """
-    arguments_only = {name for name in positional if _is_required(name, model) or is_list(model.model_fields[name])}
+    infos = {name: model.model_fields[name] for name in positional}
+    arguments_only = {name for name, info in infos.items() if info.is_required() or is_list(info)}
 
     def invoke(**given: Any) -> None:
         file = given.pop("config", None)
@@ -48,7 +49,7 @@ def command(
     fields = sorted((name for name in model.model_fields if name not in {*omitted, *arguments_only}), key=position)
     parameters = [_argument(name, model) for name in positional]
     parameters += [_option(name, model) for name in fields]
-    if not any(is_list(model.model_fields[name]) for name in positional):  # flags of another command, whose file it is
+    if not any(map(is_list, infos.values())):  # flags of another command, whose file it is
         parameters.append(_keyword("config", Annotated[Path | None, _CONFIG_FILE]))
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     invoke.__annotations__ = {}
@@ -65,10 +66,10 @@ def name_argument(given: dict[str, Any], positional: str) -> None:
 
 
 def _argument(name: str, model: type[BaseModel]) -> inspect.Parameter:
-    metavar = "URL" if name == "base_url" else name.upper()
+    info, metavar = model.model_fields[name], "URL" if name == "base_url" else name.upper()
     argument = typer.Argument(help=description(name, model), metavar=metavar, show_default=False)
-    kind: Any = list[str] if is_list(model.model_fields[name]) else str
-    return _keyword(f"{name}_argument", Annotated[kind | None, argument], _is_required(name, model))
+    kind: Any = list[str] if is_list(info) else str
+    return _keyword(f"{name}_argument", Annotated[kind | None, argument], info.is_required())
 
 
 def _option(name: str, model: type[BaseModel]) -> inspect.Parameter:
@@ -86,11 +87,7 @@ def _option(name: str, model: type[BaseModel]) -> inspect.Parameter:
         autocompletion=_completion(info),
         rich_help_panel=group_of(name, model),
     )
-    return _keyword(name, Annotated[kind | None, option], _is_required(name, model))
-
-
-def _is_required(name: str, model: type[BaseModel]) -> bool:
-    return model.model_fields[name].is_required()
+    return _keyword(name, Annotated[kind | None, option], info.is_required())
 
 
 def _keyword(name: str, annotation: Any, is_required: bool = False) -> inspect.Parameter:

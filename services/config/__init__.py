@@ -24,6 +24,9 @@ from services.config.simulator import SimulatorConfig
 from services.config.speculation import SpeculativeConfig
 from services.config.worker import BackendConfig, WorkerConfig
 
-_MODELS = [model for model in vars(commands).values() if isinstance(model, type) and issubclass(model, BaseConfig)]
-EVERY_SETTING = frozenset(name for model in (*_MODELS, RayCommandConfig) for name in model.model_fields)
+_MODELS: list[type[BaseConfig]] = [
+    RayCommandConfig,
+    *(model for model in vars(commands).values() if isinstance(model, type) and issubclass(model, BaseConfig)),
+]
+EVERY_SETTING = frozenset(name for model in _MODELS for name in model.model_fields)
 """Names of the settings of all commands."""

@@ -37,6 +37,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "{folder}"), "config.json is missing; give a model directory in Hugging Face format"),
     (("serve", "{other}"), "GptOssForCausalLM; try --backend vllm (docs/vllm.md)"),
     (("serve", DEMO, "--max-model-len", "128K"), "more than the 2048 positions of the model; use --max-model-len 2048"),
+    (("plan", DEMO, "--max-model-len", "4096"), "more than the 2048 positions of the model"),
     (("serve", DEMO, "--tensor-parallel-size", "3"), "cannot be cut for 3 tensor-parallel ranks, only for 1, 2, 4"),
     (("serve", DEMO, "--pipeline-parallel-size", "9"), "4 layers cannot be cut into 9 pipeline stages"),
     (("serve", DEMO, "--prefill-engines", "1"), "of --data-parallel-size 1 leaves no engine that decodes"),
