@@ -69,7 +69,7 @@ class ComparedServer:
     """"runahead", "vllm" or "llama_cpp"."""
     weights: str
     backend: str = ""
-    """Of ours."""
+    """Backend of our server; "": another server."""
     flags: tuple[str, ...] = ()
     threads: int | None = None
     """Compute threads of vLLM; None: its default."""
