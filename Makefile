@@ -169,11 +169,10 @@ $(ROUTERS)/.installed: tests/benchmarks/support/routers.txt $(STAMP)
 	@$(ROUTERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --requirement $<
 	@touch $@
 
-# Prints a table and writes build/bench/NAME.json.
+# Prints a table and writes build/bench/NAME.json. Without NAME it lists the benchmarks.
 bench: $(STAMP) $(if $(filter engines_served,$(NAME)),$(ROUTERS)/.installed) $(if $(filter peers,$(NAME)),$(VLLM)/.installed) $(if $(filter peers,$(NAME)),$(LLAMA_CPP)) $(if $(filter ray_served,$(NAME)),$(RAY)/.installed)
-	$(if $(NAME),,$(error NAME is missing: make bench NAME=..., one of: $(notdir $(basename $(wildcard tests/benchmarks/*.py)))))
 	@mkdir -p build/bench
-	PYTHONPATH=. $(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)
+	PYTHONPATH=. $(BIN)/python -m tests.benchmarks $(NAME) $(ARGS)
 
 # The short form of every benchmark in 30 minutes; the figures go to docs/figures and to docs/benchmarks.md.
 bench-all: $(STAMP)

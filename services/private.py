@@ -35,6 +35,13 @@ def private_directory(base: Path, prefix: str) -> Iterator[Path]:
         os.close(lock)
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that others read at any time: they find it as it was, or as it is. Raises: OSError"""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)
+
+
 def short_base(prefix: str, longest: str) -> Path:
     """Return a base in which a private directory with this prefix can hold a socket named `longest`.
 

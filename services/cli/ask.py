@@ -6,13 +6,18 @@ import io
 import json
 import os
 import ssl
+import sys
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
-from typing import IO, Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
-from services.cli.healthcheck import get, own_tls, trusting
+from services.cli.healthcheck import bearer, client_tls, get
+from services.config import ClientConfig
+from services.config.commands import ServerConfig
 
 TIMEOUT = 5.0
 """Seconds to wait for an answer."""
@@ -24,6 +29,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 UNREACHABLE: tuple[int, ...] = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """Errors that an address, without a server that answers, has."""
 _KEY_HINT = "; set RUNAHEAD_API_KEY or --api-key"
+
+C = TypeVar("C", bound=ServerConfig)
 
 
 class NoAnswer(Exception):
@@ -46,23 +53,41 @@ def host_of(url: str) -> str:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """A running server, and how commands trust it."""
+    """A running server, and how commands call it."""
 
-    url: str = "http://127.0.0.1:8000"
+    url: str
     """Without /v1 at its end."""
-    api_key: str = ""
-    insecure: bool = False
-    """Do not check the server's certificate."""
-    cacert: str = ""
-    """File with the certificates of authorities; "": those of the system, and none for this machine's addresses."""
+    client: ClientConfig = field(default_factory=ClientConfig)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of requests: the API key, if there is one."""
+        return bearer(self.client.api_key)
 
     def tls(self) -> ssl.SSLContext:
-        """Raises: NoAnswer, if the URL or the file cannot be used"""
+        """Raises: NoAnswer, if the URL or a file cannot be used"""
         if not (host := host_of(self.url)):
             raise NoAnswer(f"{self.url} is no URL of a server; give one such as http://127.0.0.1:8000")
-        if self.insecure or (not self.cacert and host in LOOPBACK):
-            return own_tls()
-        return trusting(self.cacert, NoAnswer)
+        client = self.client
+        is_trusted = client.insecure or (not client.cacert and host in LOOPBACK)
+        certificate = client.ssl_certfile if urlsplit(self.url).scheme == "https" else None
+        return client_tls(None if is_trusted else client.cacert, certificate, client.ssl_keyfile, NoAnswer)
+
+
+def about_server(command: Callable[[ServerAddress, C], int]) -> Callable[[C], int]:
+    """Decorate a command about a running server. Without an answer, its exit status is 1."""
+
+    @wraps(command)
+    def run(config: C) -> int:
+        try:
+            return command(ServerAddress(base_url(config.url), config), config)
+        except BrokenPipeError:  # of stdout, not of the server
+            raise
+        except (NoAnswer, OSError) as error:
+            print(f"runahead: {error}", file=sys.stderr)
+            return 1
+
+    return run
 
 
 def ask(server: ServerAddress, path: str, body: bytes | None = None) -> bytes:
@@ -74,8 +99,8 @@ def ask(server: ServerAddress, path: str, body: bytes | None = None) -> bytes:
     timeout = TIMEOUT if body is None else CHANGE_TIMEOUT
     try:
         request = urllib.request.Request(url, body)  # noqa: S310  `tls` checks the scheme
-        if server.api_key:  # for this server alone, not for one that it redirects to
-            request.add_unredirected_header("Authorization", f"Bearer {server.api_key}")
+        for header in server.headers.items():  # for this server alone, not for one that it redirects to
+            request.add_unredirected_header(*header)
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
@@ -91,7 +116,7 @@ def first_model(server: ServerAddress) -> str:
     Raises: NoAnswer, also if the server refuses the key
     """
     try:
-        status, body = get(f"{server.url}/v1/models", TIMEOUT, server.tls(), api_key=server.api_key)
+        status, body = get(f"{server.url}/v1/models", TIMEOUT, server.tls(), headers=server.headers)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise NoAnswer(f"no server answers at {server.url}: {reason_of(error)}") from None
     if status != 200:

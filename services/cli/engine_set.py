@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.config import SERVICES, ServeConfig
+from services.private import write_whole
 from services.worker import machine
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -96,9 +97,7 @@ class EngineSet:
         return list(self._listed)
 
     def _write(self) -> None:
-        new = self._file.with_suffix(".new")
-        new.write_text("".join(f"{endpoint} - {name}\n" for name, endpoint in self._listed.items()))
-        new.replace(self._file)  # whole, whenever it is read
+        write_whole(self._file, "".join(f"{endpoint} - {name}\n" for name, endpoint in self._listed.items()))
 
     def _command(self, name: str, config: ServeConfig, endpoints: Mapping[str, object]) -> Command:
         service = name.partition("-")[0]

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
+import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand
 
-from services.cli.ask import ServerAddress, ask_object
+from services.cli.ask import ServerAddress, about_server, ask_object
 from services.cli.flags import name_argument
 from services.cli.settings import ConfigurationError, from_file
 from services.config import ServeConfig
+from services.config.commands import DrainConfig, ReplanConfig, ShowConfig
 
 POLL_INTERVAL = 0.3
 """Seconds between two looks at a change that is under way."""
@@ -30,10 +31,11 @@ WIDE = 1000
 """Characters of a line that is read by a program: nothing is cut."""
 
 
-def engines(server: ServerAddress, as_json: bool) -> int:
+@about_server
+def engines(server: ServerAddress, config: ShowConfig) -> int:
     """Print the engines; on a terminal, until Ctrl-C. Return the exit status: 0 if one is ready, else 1."""
     found = _engines(server)
-    if as_json:
+    if config.as_json:
         print(json.dumps(found, indent=2))
     elif sys.stdout.isatty():
         found = _watch(server, found)
@@ -65,8 +67,10 @@ def _engines(server: ServerAddress) -> list[Any]:
     return ask_object(server, "/engines", "engines")["engines"]  # type: ignore[no-any-return]
 
 
-def drain(server: ServerAddress, engine: str, cancel: bool) -> int:
-    """Let the streams of an engine move, and wait until it has none. Return the exit status. Raises: NoAnswer"""
+@about_server
+def drain(server: ServerAddress, config: DrainConfig) -> int:
+    """Let the streams of an engine move, and wait until it has none. Return the exit status."""
+    engine, cancel = config.engine, config.cancel
     ask_object(server, f"/engines/{quote(engine, safe='')}/drain?cancel={str(cancel).lower()}", "name", content={})
     while not cancel and (left := _streams(server, engine)):
         print(f"{left} streams left", file=sys.stderr)
@@ -79,15 +83,14 @@ def _streams(server: ServerAddress, name: str) -> int:
     return sum(engine["streams"] for engine in _engines(server) if engine["name"] == name)
 
 
-def replan(
-    server: ServerAddress, timeout: float, drain_timeout: float, serve: TyperCommand, flags: Sequence[str]
-) -> int:
+@about_server
+def replan(server: ServerAddress, config: ReplanConfig) -> int:
     """Replace the engines by one with other settings, and wait until they have ended. Return the exit status.
 
-    Raises: NoAnswer; ConfigurationError or TyperException, if a flag is not one of the command `serve`
+    Raises: ConfigurationError; TyperException, if a flag is not one of the command `serve`
     """
-    settings = given(serve, flags)
-    query = f"timeout={timeout}&drain_timeout={drain_timeout}"
+    settings = given(config.settings)
+    query = f"timeout={config.timeout}&drain_timeout={config.drain_timeout}"
     shown = ""
     status = ask_object(server, f"/engines/replan?{query}", *STATUS, content=settings)
     while status["phase"] in ("starting", "moving"):
@@ -104,12 +107,15 @@ def replan(
     return 0
 
 
-def given(serve: TyperCommand, flags: Sequence[str]) -> dict[str, object]:
+def given(flags: Sequence[str]) -> dict[str, object]:
     """Return settings by name from flags of the command `serve`.
 
     Raises: ConfigurationError; TyperException, if a flag is not one of `serve`
     """
-    values = serve.make_context("replan", [*flags]).params
+    from services.cli.app import app
+
+    commands: Any = typer.main.get_command(app)
+    values = commands.commands["serve"].make_context("replan", [*flags]).params
     found = from_file(values.pop("config"), ServeConfig.model_fields)
     name_argument(values, "model")
     found |= {name: value for name, value in values.items() if value not in (None, (), [])}

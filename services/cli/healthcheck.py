@@ -13,8 +13,9 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
@@ -79,12 +80,7 @@ def _check_http(url: str, timeout: float, cacert: str, certificate: str, key: st
     path = parts.path.rstrip("/")
     if not path or path.endswith("/v1"):  # the address of a server, as other commands take it
         path = path.removesuffix("/v1") + "/readyz"
-    tls = None if parts.scheme == "http" else trusting(cacert) if cacert else own_tls()
-    try:
-        if tls is not None and certificate:
-            tls.load_cert_chain(certificate, key or None, password="")
-    except OSError as error:
-        raise Unhealthy(f"--ssl-certfile: cannot use {certificate}: {error.strerror}") from None
+    tls = None if parts.scheme == "http" else client_tls(cacert or None, certificate, key)
     try:
         status, body = get(parts._replace(path=path).geturl(), timeout, tls)
     except (OSError, http.client.HTTPException) as error:
@@ -94,7 +90,11 @@ def _check_http(url: str, timeout: float, cacert: str, certificate: str, key: st
 
 
 def get(
-    url: str, timeout: float, tls: "ssl.SSLContext | None" = None, uds: str | None = None, api_key: str = ""
+    url: str,
+    timeout: float,
+    tls: "ssl.SSLContext | None" = None,
+    uds: str | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int, bytes]:
     """Return status and body of an answer of the server itself, at a Unix socket if `uds` names one, without redirects
     and proxies. Raises: OSError, http.client.HTTPException"""
@@ -110,27 +110,42 @@ def get(
             connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.sock.settimeout(timeout)
             connection.sock.connect(uds)
-        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+        connection.request("GET", parts.path, headers=headers)
         with connection.getresponse() as response:
             return response.status, response.read()
 
 
-def trusting(cacert: str, refusal: type[Exception] = Unhealthy) -> "ssl.SSLContext":
-    """Return a context that trusts the authorities in a file; "": those of the system. Raises: `refusal`"""
+def bearer(keys: Sequence[str]) -> dict[str, str]:
+    """Return the header with the first of some API keys, if there is one."""
+    key = "".join(keys[:1])
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def client_tls(
+    cacert: str | None, certificate: str | None = None, key: str | None = None, refusal: type[Exception] = Unhealthy
+) -> "ssl.SSLContext":
+    """Return the context of a client.
+
+    Args:
+        cacert: file with the authorities to trust; "": those of the system; None: certificates are not checked, as
+            that of a server on this machine has another name.
+        certificate: file with one for a server that asks for it.
+        key: file with its key; without one, it is in the same file.
+
+    Raises: `refusal`
+    """
     import ssl
 
+    option, file = "--cacert", cacert
     try:
-        return ssl.create_default_context(cafile=cacert or None)
+        context = ssl.create_default_context(cafile=cacert or None)
+        if certificate:
+            option, file = "--ssl-certfile", certificate
+            context.load_cert_chain(certificate, key or None, password="")
     except OSError as error:
-        raise refusal(f"--cacert: cannot use {cacert}: {error.strerror or 'it is not PEM'}") from None
-
-
-def own_tls() -> "ssl.SSLContext":
-    """Return a client's context for a server on this machine, whose name is not that of its certificate."""
-    import ssl
-
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        raise refusal(f"{option}: cannot use {file}: {error.strerror or 'it is not PEM'}") from None
+    if cacert is None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
 
 

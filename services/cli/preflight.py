@@ -182,7 +182,9 @@ def check_tiers(config: ServeConfig) -> None:
         from services.worker.tiers.disk import prepare_directory
 
         with refusing(LoadError):
-            prepare_directory(config.kv_offload_dir)
+            directory = prepare_directory(config.kv_offload_dir)
+        if not os.access(directory, os.W_OK):
+            raise ConfigurationError(f"--kv-offload-dir {directory}: this user cannot write it; give another directory")
 
 
 def check_kv_keeper(config: ServeConfig) -> None:

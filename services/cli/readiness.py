@@ -4,7 +4,7 @@ import http.client
 import json
 from dataclasses import dataclass
 
-from services.cli.healthcheck import get, own_tls
+from services.cli.healthcheck import bearer, client_tls, get
 from services.config import HttpConfig
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
@@ -65,11 +65,11 @@ class FrontendProbe:
     def _get(self, path: str) -> tuple[int, dict[str, object]] | None:
         config, tls = self._config, None
         if config.ssl_certfile is not None and config.uds is None:
-            tls = own_tls()
-            if config.ssl_ca_certs is not None:  # the server's certificate may also be a client's
-                tls.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+            # The server's certificate may also be a client's
+            own = (config.ssl_certfile, config.ssl_keyfile) if config.ssl_ca_certs is not None else ()
+            tls = client_tls(None, *own)
         try:
-            status, content = get(self._server + path, ANSWER_TIMEOUT, tls, config.uds, "".join(config.api_key[:1]))
+            status, content = get(self._server + path, ANSWER_TIMEOUT, tls, config.uds, bearer(config.api_key))
             body = json.loads(content)
         except (OSError, http.client.HTTPException, ValueError):
             return None

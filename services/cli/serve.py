@@ -15,7 +15,7 @@ from services.cli.engine_set import CONTROL, Command, EngineSet, divided, engine
 from services.cli.logs import json_line
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
 from services.cli.readiness import FrontendProbe, LoadingState
-from services.cli.settings import PREFIX, ConfigurationError
+from services.cli.settings import PREFIX, VLLM_API_KEY, ConfigurationError
 from services.cli.supervisor import Supervisor
 from services.config import ServeConfig
 from services.kv_keeper import keeping
@@ -148,7 +148,7 @@ def _runtime(config: ServeConfig) -> Iterator[tuple[EngineSet, list[Command]]]:
 
 def child_environment() -> dict[str, str]:
     """Return this process's environment without the settings, which the configuration files contain."""
-    settings = {PREFIX + name.upper() for name in ServeConfig.model_fields}
+    settings = {VLLM_API_KEY, *(PREFIX + name.upper() for name in ServeConfig.model_fields)}
     return {name: value for name, value in os.environ.items() if name not in settings}
 
 

@@ -22,6 +22,8 @@ from services.config.base import flag
 from services.config.sizes import WITH_SUFFIX
 
 PREFIX = "RUNAHEAD_"
+VLLM_API_KEY = "VLLM_API_KEY"
+"""Variable with an API key that is read, as by vLLM, if no other one is given."""
 _OF_OTHERS = re.compile(
     r"SOAK\w*|FAILPOINT_\w+|PACED|SEED|VERSION|USER|ADDRESS|MODEL_DIR|FRONTENDS|(FRONTEND|SCHEDULER|WORKER)_MEMORY|(GRAFANA|PROMETHEUS)_PORT|"
     r"METRICS_(KEY_FILE|RETENTION)|(\w+_)?SERVICE_(HOST|PORT\w*)|(\w+_)?PORT_\d+_\w+|\w+_PORT"
@@ -119,6 +121,8 @@ def merge(
         values |= found
         for name in found:
             origins[name] = origin.format(file=file, variable=PREFIX + name.upper(), flag=flag(name))
+    if "api_key" in fields and not values.keys() & {"api_key", "api_key_file"} and (key := environ.get(VLLM_API_KEY)):
+        values["api_key"], origins["api_key"] = [key], f"environment {VLLM_API_KEY}"
     try:
         return Settings(model.model_validate(values), origins)
     except ValidationError as error:

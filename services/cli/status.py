@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from services.cli.ask import ServerAddress, ask, ask_object
+from services.cli.ask import ServerAddress, about_server, ask, ask_object
+from services.config.commands import ShowConfig
 from services.units import size_text
 
 _SAMPLE = re.compile(r'^runahead:(\w+)\{engine="[^"]*",model_name="[^"]*"\} (\S+)$', re.MULTILINE)
@@ -18,10 +19,11 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def status(server: ServerAddress, as_json: bool) -> int:
-    """Print the status. Return the exit status: 0 if requests are served, else 1. Raises: NoAnswer"""
+@about_server
+def status(server: ServerAddress, config: ShowConfig) -> int:
+    """Print the status. Return the exit status: 0 if requests are served, else 1."""
     found = collect(server)
-    print(json.dumps(found, indent=2) if as_json else "\n".join(lines(server.url, found)))
+    print(json.dumps(found, indent=2) if config.as_json else "\n".join(lines(server.url, found)))
     return 0 if found["phase"] == "ready" else 1
 
 

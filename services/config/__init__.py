@@ -4,7 +4,8 @@ A setting has the same name as a flag (`--max-num-seqs`), in the environment (`R
 file (`max-num-seqs`). The text below it is the help of the flag.
 """
 
-from services.config.base import BaseConfig, ServiceConfig, flag
+from services.config import commands
+from services.config.base import BaseConfig, ClientConfig, ServiceConfig, flag
 from services.config.commands import (
     WITHOUT_SERVER,
     BenchConfig,
@@ -23,6 +24,9 @@ from services.config.simulator import SimulatorConfig
 from services.config.speculation import SpeculativeConfig
 from services.config.worker import BackendConfig, WorkerConfig
 
-_COMMANDS: tuple[type[BaseConfig], ...] = (RunBatchConfig, BenchConfig, ConvertConfig, ReplayConfig, RayCommandConfig)
-EVERY_SETTING = frozenset(name for model in (*_COMMANDS, *SERVICES.values()) for name in model.model_fields)
+_MODELS: list[type[BaseConfig]] = [
+    RayCommandConfig,
+    *(model for model in vars(commands).values() if isinstance(model, type) and issubclass(model, BaseConfig)),
+]
+EVERY_SETTING = frozenset(name for model in _MODELS for name in model.model_fields)
 """Names of the settings of all commands."""

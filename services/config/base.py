@@ -57,14 +57,25 @@ class BaseConfig(BaseModel):
         return self
 
 
-class TrustConfig(BaseConfig):
-    """Trust of a command in the server that it calls."""
+class ClientConfig(BaseConfig):
+    """Settings of a command that calls a server: what it presents, and what it trusts."""
 
+    api_key: Texts = Field(default_factory=list)
+    """API key. The first one is sent, if there are several, as in the environment of a server. Default: none."""
     insecure: bool = False
     """Do not check the server's certificate."""
     cacert: str = ""
     """File with the authorities to trust. Default: those of the system; certificates of this machine's addresses are
     not checked."""
+    ssl_certfile: str | None = None
+    """File with a certificate for a server that asks its clients for one, PEM. Default: none."""
+    ssl_keyfile: str | None = None
+    """File with the key of the certificate, PEM. Default: in the certificate's file."""
+
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            yield "--ssl-keyfile needs --ssl-certfile"
 
 
 class ServiceConfig(BaseConfig):

@@ -1,26 +1,80 @@
 """Settings of the commands beside `serve` and the services."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from services.config.base import BaseConfig, ServiceConfig, TrustConfig, from_json
+from services.config.base import BaseConfig, ClientConfig, ServiceConfig, from_json
 from services.config.http import HttpConfig
 from services.config.serve import CONNECTION, OMITTED, ServeConfig
 from services.config.sizes import Size
 from services.config.speculation import SpeculativeConfig
 
 
-class BenchConfig(TrustConfig):
+class ServerConfig(ClientConfig):
+    """Settings of a command about a running server."""
+
+    url: str = "http://127.0.0.1:8000"
+    """URL of the server, with or without /v1."""
+
+
+class ShowConfig(ServerConfig):
+    """Settings of `runahead status` and `runahead engines`."""
+
+    as_json: bool = False
+    """Print JSON."""
+
+
+class DrainConfig(ServerConfig):
+    engine: str
+    """Name of the engine."""
+    cancel: bool = False
+    """Let it take requests again."""
+
+
+class ReplanConfig(ServerConfig):
+    settings: list[str] = Field(default_factory=list)
+    """Flags of `runahead serve`; the URL may precede them."""
+    timeout: float = Field(600.0, ge=1)
+    """Seconds until the new engine must be ready."""
+    drain_timeout: float = Field(60.0, ge=0)
+    """Seconds until streams that cannot move are ended."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_url(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        first, *rest = values.get("settings") or [""]
+        if not first or first.startswith("-"):
+            return values
+        if values.get("url") not in (None, first):
+            raise ValueError(f"{first!r} contradicts --url {values['url']!r}")
+        return {**values, "url": first, "settings": rest}
+
+
+class TraceConfig(ServerConfig):
+    output: str
+    """File to write."""
+    seconds: float = Field(0.0, ge=0)
+    """Record this long from now on. 0: what the server has kept."""
+
+
+class KeeperConfig(BaseConfig):
+    """Settings of `runahead kv-keeper`."""
+
+    path: str
+    """Socket to make, for --kv-keeper of workers."""
+    recovery_timeout_seconds: float = Field(300.0, ge=1)
+    """Seconds after which memory that no worker has is freed."""
+
+
+class BenchConfig(ClientConfig):
     """Settings of `runahead bench`. Names are those of `vllm bench serve` where the meaning is the same."""
 
     base_url: str = Field("http://127.0.0.1:8000", pattern=r"^https?://[^/\s]")
     """URL of the server, with or without /v1."""
     model: str = ""
     """Model name in the requests. Default: the first one of the server."""
-    api_key: str = ""
-    """Bearer token of the requests. Default: none."""
     num_prompts: int = Field(64, ge=1)
     """Number of requests."""
     max_concurrency: int | None = Field(None, ge=1)
@@ -124,7 +178,7 @@ class ReplayConfig(WhatIfConfig):
         return given
 
 
-class RunBatchConfig(TrustConfig, ServeConfig):
+class RunBatchConfig(ClientConfig, ServeConfig):
     """Settings of a batch, and of the services that it starts. Names are those of `vllm run-batch`."""
 
     input_file: str = ""
@@ -141,6 +195,6 @@ WITHOUT_SERVER = (
     OMITTED
     | CONNECTION
     | {"headless"}
-    | (set(HttpConfig.model_fields) - set(ServiceConfig.model_fields) - {"api_key", "api_key_file"})
+    | (set(HttpConfig.model_fields) - {*ServiceConfig.model_fields, *ClientConfig.model_fields, "api_key_file"})
 )
 """Settings of a server that has users; a batch has none of them."""

@@ -6,12 +6,12 @@ The list is a file, which a frontend reads again when it changes (`--engines FIL
 import logging
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from services.private import write_whole
 from services.ray.actors import JOIN_INTERVAL, JOIN_TIMEOUT, SchedulerAddress
 from services.ray.keys import KeyDirectory
 
@@ -68,7 +68,5 @@ class Discovery:
             for name, address in sorted(self._known.items())
         )
         if (text := "".join(lines)) != self._written:
-            new = Path(f"{self.file}.new")
-            new.write_text(text)
-            new.replace(self.file)
+            write_whole(self.file, text)
             self._written = text

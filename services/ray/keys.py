@@ -9,7 +9,7 @@ from pathlib import Path
 
 from protocol.security import PUBLIC, SERVER, Security
 from services.cli.transport_keys import make_pair
-from services.private import private_directory
+from services.private import private_directory, write_whole
 
 Z85 = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 """Public key."""
@@ -34,9 +34,7 @@ class KeyDirectory:
         suffix = "" if role == SERVER else f"-{hashlib.sha256(public_key.encode()).hexdigest()[:16]}"
         file, text = self.path / f"{role}{suffix}{PUBLIC}", f'curve\n    public-key = "{public_key}"\n'
         if not file.exists() or file.read_text() != text:
-            new = file.with_suffix(".new")
-            new.write_text(text)
-            new.replace(file)  # whole, whenever it is read
+            write_whole(file, text)
 
 
 @contextmanager

@@ -90,8 +90,7 @@ def measured(load: AttentionLoad, dtype: torch.dtype, repeats: int) -> dict[str,
     return {name: 1e3 * min(found) for name, found in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=25)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -116,7 +115,3 @@ def main() -> None:
         settings=vars(args),
         repeats=rows,
     )
-
-
-if __name__ == "__main__":
-    main()

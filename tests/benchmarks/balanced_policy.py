@@ -13,17 +13,22 @@ matrices. The costs of the simulation are fitted to the steps of `chunked`; thos
 """
 
 import argparse
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from protocol.codec import unpack
+from protocol.records import StepRecord
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
+from tests.benchmarks.support.engine_client import engine
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.stages import StagesRun, run_stages
 from tests.simulation.pipeline import Costs, PipelineJob, PipelineRun, cards, simulate, spread
 
 STAGES, REQUESTS, LENGTH, BLOCK, SEATS = 4, 256, 128, 16, 256
@@ -123,6 +128,70 @@ def quarter() -> Setting:
     )
 
 
+@dataclass(frozen=True)
+class StagesRun:
+    """A load on a scheduler and stages as processes; each rank is a stage."""
+
+    seconds: float
+    """From the first request to the last token, at the client."""
+    records: Sequence[StepRecord]
+    tokens: int
+    preemptions: int
+
+    @property
+    def bubbles(self) -> list[float]:
+        """Share of the time from the first forward pass to the last one in which each stage is idle, including the
+        filling and draining of the pipeline."""
+        passes = [(rank.rank, rank.times) for record in self.records for rank in record.ranks]
+        busy = defaultdict[int, float](float)
+        for stage, times in passes:
+            busy[stage] += times.forward_ended - times.forward_began
+        whole = max(times.forward_ended for _, times in passes) - min(times.forward_began for _, times in passes)
+        return [1 - seconds / whole for _, seconds in sorted(busy.items())]
+
+    def figures(self) -> dict[str, object]:
+        """Return the metrics of the run; times in seconds."""
+        return {
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens / self.seconds,
+            "tokens_per_microbatch": [scheduled_tokens(record) for record in self.records],
+            "bubbles": [round(share, 4) for share in self.bubbles],
+            "preemptions": self.preemptions,
+        }
+
+
+def scheduled_tokens(record: StepRecord) -> int:
+    return int(unpack(record.scheduled).sum())
+
+
+def run_stages(
+    num_stages: int,
+    prompts: Sequence[NDArray[np.int32]],
+    output: int,
+    scheduler: Mapping[str, object],
+    worker: Mapping[str, object],
+) -> StagesRun:
+    """Run all requests at once on a scheduler and `num_stages` workers. The mappings are settings by field name.
+
+    Raises: RuntimeError, if a request fails; TimeoutError, if the engine sends no messages.
+    """
+    with engine({"pipeline_parallel_size": num_stages, **scheduler}, worker, num_stages) as client:
+        client.subscribe()
+        began = time.monotonic()
+        for number, prompt in enumerate(prompts):
+            client.generate(prompt, number, output)
+        while client.finished < len(prompts):
+            client.receive()
+        seconds = time.monotonic() - began
+        for finish in client.finishes:
+            if finish.message:
+                raise RuntimeError(f"request {finish.number}: {finish.message}")
+        while sum(int(unpack(record.generated).sum()) for record in client.records) < client.tokens:
+            client.receive()
+    preemptions = sum(finish.num_preemptions for finish in client.finishes)
+    return StagesRun(seconds, client.records, client.tokens, preemptions)
+
+
 def measure(policy: str, setting: Setting) -> StagesRun:
     """Run the whole load at once on a scheduler and four stages as processes."""
     costs, length = setting.costs, LENGTH // QUARTER
@@ -217,8 +286,9 @@ def measure_native(policy: str, model: str, requests: int) -> StagesRun:
 
 def fitted(run: StagesRun) -> Costs:
     """Return the costs of a step and of a token, by least squares over the forward passes of all stages."""
-    tokens = np.array([span.tokens for span in run.spans], np.float64)
-    seconds = np.array([span.ended - span.began for span in run.spans])
+    passes = [(scheduled_tokens(record), rank.times) for record in run.records for rank in record.ranks]
+    tokens = np.array([count for count, _ in passes], np.float64)
+    seconds = np.array([times.forward_ended - times.forward_began for _, times in passes])
     columns = np.stack([np.ones_like(tokens), tokens], 1)
     (base, token), *_ = np.linalg.lstsq(columns, seconds, rcond=None)
     return Costs(base=max(0.0, float(base)), token=max(0.0, float(token)))
@@ -233,8 +303,7 @@ def compare_native(model: str, requests: int) -> dict[str, Any]:
     return {"costs": {"base": costs.base, "token": costs.token}, **compared(runs, predicted)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-processes", action="store_true", help="skip the measurements with processes")
     parser.add_argument("--native-model", default="m155", choices=SHAPES)
     parser.add_argument("--native-requests", type=int, default=32)
@@ -271,7 +340,3 @@ def main() -> None:
             "native": native,
         },
     )
-
-
-if __name__ == "__main__":
-    main()

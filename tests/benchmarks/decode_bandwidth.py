@@ -19,9 +19,10 @@ from services.config import WorkerConfig
 from services.worker.backends.native.memory import rank_memory
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import ModelPart
+from tests.benchmarks.support.planned_batch import BLOCK_SIZE
 from tests.benchmarks.support.random_llama import SHAPES, VOCAB, random_llama
 from tests.benchmarks.support.report import add_ints, report
-from tests.benchmarks.support.static_batch import BLOCK, StaticBatch
+from tests.benchmarks.support.static_batch import StaticBatch
 
 READ_BYTES = 1 << 30
 """Bytes of the array that is read; far larger than the caches."""
@@ -41,7 +42,7 @@ def read_bandwidth(array: torch.Tensor) -> float:
 def weight_bytes(config: WorkerConfig, path: Path) -> int:
     """Return the bytes that a decode step reads. The embedding is read only as the head, to which it is tied."""
     model = ModelConfig.from_checkpoint(path)
-    memory = rank_memory(config, path, ModelPart.from_shard(model, Shard()), BLOCK).weights
+    memory = rank_memory(config, path, ModelPart.from_shard(model, Shard()), BLOCK_SIZE).weights
     is_counted_once = config.quantization != "none"
     return memory - (0 if is_counted_once else model.vocab_size * model.hidden_size * 2)
 
@@ -71,8 +72,7 @@ def measured(path: Path, weights: Weights, args: argparse.Namespace) -> dict[str
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=["m155"], help=f"random models: {', '.join(SHAPES)}")
     add_ints(parser, threads=2, prompt=16, output=64, repeats=5)
     args = parser.parse_args()
@@ -86,7 +86,3 @@ def main() -> None:
         settings=vars(args),
         repeats=[],
     )
-
-
-if __name__ == "__main__":
-    main()

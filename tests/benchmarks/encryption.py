@@ -16,8 +16,7 @@ from tests.benchmarks.support.report import add_ints, report
 RESULT_BYTES = 1024
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     add_ints(parser, steps=1000, repeats=5)
     parser.add_argument("--plan-bytes", type=int, nargs="*", default=[1024, 8192, 65536])
     args = parser.parse_args()
@@ -85,7 +84,3 @@ def _answer(endpoint: str, security: Security, count: int) -> None:
         client.receive()
         client.send(result)
     client.close()
-
-
-if __name__ == "__main__":
-    main()

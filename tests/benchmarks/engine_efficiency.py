@@ -11,7 +11,7 @@ from typing import Any
 from tests.benchmarks.support.processor_time import processor_times, usage_rows
 from tests.benchmarks.support.random_llama import SHAPES, named_model
 from tests.benchmarks.support.report import add_ints, print_table, report
-from tests.benchmarks.support.servers import ServerProcess, runahead_process, served, without_engine
+from tests.benchmarks.support.servers import BatchLoad, ServerProcess, runahead_process, served, without_engine
 
 
 def measured(server: ServerProcess, args: argparse.Namespace) -> dict[str, object]:
@@ -37,21 +37,22 @@ def median_usage(runs: list[dict[str, Any]]) -> list[dict[str, object]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="m155", help=f"a directory, or a random model: {', '.join(SHAPES)}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     add_ints(parser, threads=2, concurrency=16, input_len=128, output_len=128, waves=4, repeats=3)
     args = parser.parse_args()
     model = named_model(args.model)
     common = {"threads": args.threads, "dtype": args.dtype}
-    batch = {"batch": args.concurrency, "prompt": args.input_len, "output": args.output_len, "waves": args.waves}
+    batch = BatchLoad(
+        model, **common, batch=args.concurrency, prompt=args.input_len, output=args.output_len, waves=args.waves
+    )
     repeats: dict[str, list[dict[str, object]]] = {"runahead": [], "static batch": [], "bare torch": []}
     for _ in range(args.repeats):  # alternate, so that noise of the machine affects all
         with runahead_process(model, *(f"--{name}={value}" for name, value in common.items())) as server:
             repeats["runahead"].append(measured(server, args))
-        for name, script in (("static batch", "static_batch.py"), ("bare torch", "bare_torch.py")):
-            repeats[name].append(dict(without_engine(script, model=model, **common, **batch)))
+        for name in ("static batch", "bare torch"):
+            repeats[name].append(dict(without_engine(name.replace(" ", "_"), batch)))
     rates = {
         name: statistics.median(float(str(run.get("output_throughput", run.get("tokens_per_s")))) for run in runs)
         for name, runs in repeats.items()
@@ -70,7 +71,3 @@ def main() -> None:
         settings=vars(args),
         repeats=repeats,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -243,8 +243,7 @@ def measured(name: str, count: int, args: argparse.Namespace) -> dict[str, objec
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--front", nargs="+", default=[OURS, *ROUTERS], choices=[OURS, *ROUTERS])
     add_ints(parser, seconds=60, turns=4, system_words=250, user_words=60, repeats=1, seed=0)
@@ -269,7 +268,3 @@ def main() -> None:
         settings={**vars(args), "engine": vars(EngineShape())},
         repeats=rows,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -68,8 +68,7 @@ def measured(model: str, args: argparse.Namespace) -> list[dict[str, object]]:
 
 
 @torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3, help="for all kinds of one case")
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -81,7 +80,3 @@ def main() -> None:
     figures = {f"{row['model']} at {row['rows']}": row["AVX-512 over it"] for row in rows}
     settings = vars(args) | {"features": sorted(processor_features())}
     report("float32_products", title, rows, figures, settings, rows)
-
-
-if __name__ == "__main__":
-    main()

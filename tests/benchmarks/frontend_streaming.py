@@ -370,8 +370,7 @@ def rounds(case: StreamingCase, repeats: int, with_vllm: bool) -> dict[str, list
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     add_ints(parser, streams=256, tokens=128, repeats=3)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--vllm", action="store_true", help="vLLM's API server too")
@@ -401,7 +400,3 @@ def main() -> None:
         settings=vars(args),
         repeats=repeats,
     )
-
-
-if __name__ == "__main__":
-    main()

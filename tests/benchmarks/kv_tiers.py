@@ -62,8 +62,7 @@ def median(found: Sequence[Figures], figure: str, digits: int) -> Any:
     return round(statistics.median(one[figure] for one in found), digits) if found else ""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     add_ints(parser, streams=2, threads=2, input_len=1000, output_len=16, new_output_len=128)
     add_ints(parser, waves=6, cache_tokens=4096, times=3, passes=2, repeats=3)
     parser.add_argument("--new-only", action="store_true", help="only the loads whose prompts are new")
@@ -126,7 +125,3 @@ def main() -> None:
     }
     title = f"prompts of {args.input_len} tokens, {args.times} times the cache of {args.cache_tokens}: medians"
     report("kv_tiers", title, rows, figures, vars(args), {"new": new, "again": again})
-
-
-if __name__ == "__main__":
-    main()

@@ -11,14 +11,14 @@ before it has ended.
 
 import argparse
 import asyncio
-import json
+import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import numpy as np
 
+from services.cli.bench.load import LoadClient, SentRequest
 from tests.benchmarks.support.report import report
 from tests.e2e.server import serving
 
@@ -27,97 +27,78 @@ MOST = SEATS / (OUTPUT * STEP_MS / 1000)
 """Requests per second if no seat is ever free."""
 BASE, PROMPT = 0.9, 64
 """Share of the capacity that counts as a load of 1, and tokens of a prompt."""
+UNLIMITED = 1 << 20
+"""Requests that the client may have open."""
 
 
-@dataclass
-class LoadOutcome:
-    first_tokens: list[float] = field(default_factory=list)
-    """Seconds from the request to its first token, of requests that were served."""
-    refusals: list[float] = field(default_factory=list)
-    """Seconds from the request to its refusal."""
-    unanswered: int = 0
-    other: int = 0
-    tokens: int = 0
+@contextlib.asynccontextmanager
+async def opened(url: str, model: str) -> AsyncIterator[LoadClient]:
+    body: dict[str, object] = {"model": model, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield LoadClient(session, body, UNLIMITED)
 
 
-async def ask(session: aiohttp.ClientSession, body: dict[str, object], outcome: LoadOutcome) -> None:
-    began, first = time.perf_counter(), 0.0
-    try:
-        async with session.post("/v1/completions", json=body) as response:
-            if response.status == 429:
-                await response.read()
-                outcome.refusals.append(time.perf_counter() - began)
-                return
-            if response.status != 200:
-                outcome.other += 1
-                return
-            async for line in response.content:
-                if line.startswith(b"data: {") and json.loads(line[6:])["choices"]:
-                    first = first or time.perf_counter()
-                    outcome.tokens += 1
-            outcome.first_tokens.append(first - began)
-    except aiohttp.ClientError:
-        outcome.unanswered += 1
-
-
-def bodies(model: str, rng: np.random.Generator) -> Iterator[dict[str, object]]:
+def requests(seed: int) -> Iterator[SentRequest]:
     """Yield requests with different prompts."""
-    body = {"model": model, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
+    rng = np.random.default_rng(seed)
     while True:
-        yield body | {"prompt": rng.integers(300, 1000, PROMPT).tolist()}
+        yield SentRequest(rng.integers(300, 1000, PROMPT).tolist())
 
 
-async def load(url: str, model: str, rate: float, seconds: float) -> LoadOutcome:
-    rng, outcome = np.random.default_rng(0), LoadOutcome()
-    requests = bodies(model, rng)
-    async with (
-        aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session,
-        asyncio.TaskGroup() as tasks,
-    ):
+async def load(url: str, model: str, rate: float, seconds: float) -> list[SentRequest]:
+    sent, rng = list[SentRequest](), np.random.default_rng(0)
+    async with opened(url, model) as client, asyncio.TaskGroup() as tasks:
         began = due = time.perf_counter()
-        while due < began + seconds:
-            tasks.create_task(ask(session, next(requests), outcome))
+        for request in requests(seed=0):
+            if due >= began + seconds:
+                break
+            sent.append(request)
+            tasks.create_task(client.send(request))
             due += float(rng.exponential(1 / rate))
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-    return outcome
+    return sent
 
 
 async def saturated_rate(url: str, model: str, seconds: float) -> float:
     """Return the requests per second that end while one always waits for a seat."""
-    outcome, requests = LoadOutcome(), bodies(model, np.random.default_rng(1))
+    served, prompts = 0, requests(seed=1)
     began = time.perf_counter()
 
-    async def client() -> None:
+    async def ask_in_turn(client: LoadClient) -> None:
+        nonlocal served
         while time.perf_counter() < began + seconds:
-            refused = len(outcome.refusals)
-            await ask(session, next(requests), outcome)
-            if len(outcome.refusals) > refused:
+            await client.send(request := next(prompts))
+            served += not request.error
+            if request.error:
                 await asyncio.sleep(0.05)
 
-    async with aiohttp.ClientSession(url) as session:
-        await asyncio.gather(*(client() for _ in range(SEATS + 1)))
-    return len(outcome.first_tokens) / (time.perf_counter() - began)
+    async with opened(url, model) as client:
+        await asyncio.gather(*(ask_in_turn(client) for _ in range(SEATS + 1)))
+    return served / (time.perf_counter() - began)
 
 
 def measure(url: str, model: str, factor: float, seconds: float, capacity: float) -> dict[str, float]:
     began = time.perf_counter()
-    outcome = asyncio.run(load(url, model, factor * MOST, seconds))
+    sent = asyncio.run(load(url, model, factor * MOST, seconds))
     took = time.perf_counter() - began
+    first_tokens = [request.arrivals[0] - request.started for request in sent if not request.error]
+    refused = [request for request in sent if request.error.startswith("HTTP 429")]
+    other = sum(request.error.startswith("HTTP ") for request in sent) - len(refused)
     percentiles = {"p50": 50, "p99": 99}
-    figures = {f"first_token_{n}_s": float(np.percentile(outcome.first_tokens, p)) for n, p in percentiles.items()}
-    if outcome.refusals:
-        figures |= {f"refusal_{n}_ms": 1e3 * float(np.percentile(outcome.refusals, p)) for n, p in percentiles.items()}
+    figures = {f"first_token_{n}_s": float(np.percentile(first_tokens, p)) for n, p in percentiles.items()}
+    if refused:
+        waits = [1e3 * (request.ended - request.started) for request in refused]
+        figures |= {f"refusal_{n}_ms": float(np.percentile(waits, p)) for n, p in percentiles.items()}
     return figures | {
-        "served": len(outcome.first_tokens),
-        "refused": len(outcome.refusals),
-        "unanswered": outcome.unanswered,
-        "other": outcome.other,
-        "goodput": len(outcome.first_tokens) / took / capacity,
+        "served": len(first_tokens),
+        "refused": len(refused),
+        "unanswered": len(sent) - len(first_tokens) - len(refused) - other,
+        "other": other,
+        "goodput": len(first_tokens) / took / capacity,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each load")
     args = parser.parse_args()
     layout = ("--backend", "sim", "--sim-step-ms", str(STEP_MS), "--max-num-seqs", str(SEATS))
@@ -134,7 +115,3 @@ def main() -> None:
     ]
     figures = {"p99 of the first token, 10x / 1x": ratio, "capacity, requests/s": capacity}
     report("overload", "overload", rows, figures, vars(args), results)
-
-
-if __name__ == "__main__":
-    main()

@@ -63,68 +63,58 @@ class PeerSetting:
         return self.converted
 
 
-Serve = Callable[[PeerSetting, int], AbstractContextManager[ServerProcess]]
-"""Start a server for at most so many streams."""
-
-
 @dataclass(frozen=True)
 class ComparedServer:
     owner: str
     """"runahead", "vllm" or "llama_cpp"."""
     weights: str
-    serve: Serve
-    needs_vllm: bool = False
-    has_slots: bool = False
-    """It starts with the number of streams, so each load has a server of its own."""
+    backend: str = ""
+    """Backend of our server; "": another server."""
+    flags: tuple[str, ...] = ()
+    threads: int | None = None
+    """Compute threads of vLLM; None: its default."""
+
+    @property
+    def needs_vllm(self) -> bool:
+        return "vllm" in (self.owner, self.backend)
 
     def loads(self, streams: list[int]) -> list[list[int]]:
-        """Return the numbers of streams that one process after the other gets."""
-        return [[number] for number in streams] if self.has_slots else [streams]
+        """Return the numbers of streams that one process after the other gets. llama.cpp's server starts with the
+        number of streams, so each load has one of its own."""
+        return [[number] for number in streams] if self.owner == "llama_cpp" else [streams]
 
-
-def _runahead(backend: str, *flags: str) -> Serve:
-    def serve(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
-        common = f"--backend={backend}", f"--threads={setting.args.threads}", *_common(setting), *flags
-        if backend == "native":
-            return runahead_process(setting.file, *common)
-        return runahead_process(setting.checkpoint(), *common, *VLLM_FLAGS, python=vllm_python())
-
-    return serve
-
-
-def _vllm(*flags: str, threads: int | None = None) -> Serve:
-    def serve(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
-        return vllm_process(setting.checkpoint(), *_common(setting), *VLLM_FLAGS, *flags, threads=threads)
-
-    return serve
-
-
-def _common(setting: PeerSetting) -> tuple[str, ...]:
-    return (
-        f"--max-model-len={setting.args.max_model_len}",
-        f"--kv-cache-memory-bytes={setting.args.kv_gib * GIB}",
-        "--no-enable-prefix-caching",
-    )
-
-
-def _llama_cpp(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
-    return llama_cpp.llama_cpp(setting.file, streams, setting.context, setting.args.threads or CORES)
+    def serve(self, setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
+        """Start the server for at most so many streams."""
+        args = setting.args
+        common = (
+            f"--max-model-len={args.max_model_len}",
+            f"--kv-cache-memory-bytes={args.kv_gib * GIB}",
+            "--no-enable-prefix-caching",
+        )
+        if self.owner == "llama_cpp":
+            return llama_cpp.llama_cpp(setting.file, streams, setting.context, args.threads or CORES)
+        if self.owner == "vllm":
+            return vllm_process(setting.checkpoint(), *common, *VLLM_FLAGS, *self.flags, threads=self.threads)
+        own = f"--backend={self.backend}", f"--threads={args.threads}", *common, *self.flags
+        if self.backend == "native":
+            return runahead_process(setting.file, *own)
+        return runahead_process(setting.checkpoint(), *own, *VLLM_FLAGS, python=vllm_python())
 
 
 CORES = len(os.sched_getaffinity(0))
 SERVERS: dict[str, ComparedServer] = {
-    "llama.cpp": ComparedServer("llama_cpp", "blocks of the file", _llama_cpp, has_slots=True),
-    "vllm serve": ComparedServer("vllm", "bfloat16", _vllm(), needs_vllm=True),
-    "vllm serve, all cores": ComparedServer("vllm", "bfloat16", _vllm(threads=CORES), needs_vllm=True),
-    "vllm serve, not compiled": ComparedServer("vllm", "bfloat16", _vllm("--enforce-eager"), needs_vllm=True),
-    "runahead native": ComparedServer("runahead", "as stored", _runahead("native")),
-    "runahead native, bfloat16": ComparedServer("runahead", "bfloat16", _runahead("native", "--quantization=none")),
-    "runahead vllm": ComparedServer("runahead", "bfloat16", _runahead("vllm"), needs_vllm=True),
+    "llama.cpp": ComparedServer("llama_cpp", "blocks of the file"),
+    "vllm serve": ComparedServer("vllm", "bfloat16"),
+    "vllm serve, all cores": ComparedServer("vllm", "bfloat16", threads=CORES),
+    "vllm serve, not compiled": ComparedServer("vllm", "bfloat16", flags=("--enforce-eager",)),
+    "runahead native": ComparedServer("runahead", "as stored", "native"),
+    "runahead native, bfloat16": ComparedServer("runahead", "bfloat16", "native", ("--quantization=none",)),
+    "runahead vllm": ComparedServer("runahead", "bfloat16", "vllm"),
 }
 
 
-def main() -> None:
-    args = _arguments()
+def main(parser: argparse.ArgumentParser) -> None:
+    args = _arguments(parser)
     files = [_model(name) for name in args.model] or [packaged_gguf()]
     absent = {name: reason for name in args.servers if (reason := _absent(SERVERS[name], files))}
     names = [name for name in args.servers if name not in absent]
@@ -159,8 +149,7 @@ def _run(setting: PeerSetting, names: list[str], repeats: Repeats) -> None:
                     runs.setdefault((name, streams), []).append(_measured(server, setting.args, streams))
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def _arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument(
         "--model",
         nargs="*",
@@ -281,7 +270,3 @@ def _ratios(runs: Runs, peer: str, figure: str, best: Callable[[list[float]], fl
         for n in numbers
         if found["runahead", n] and found[peer, n]
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -35,8 +35,7 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     add_ints(parser, tokens=2048, threads=2)
     args = parser.parse_args()
@@ -159,7 +158,3 @@ def _iq4_xs(blocks: Floats, kind: str) -> Bytes:
     lower = (stored[:, 0::2] & 15 | (stored[:, 1::2] & 15) << 4).astype(np.uint8)
     words = (codes[..., :16] | codes[..., 16:] << 4).reshape(-1, 128)
     return np.concatenate([half, upper, lower, words], axis=1)
-
-
-if __name__ == "__main__":
-    main()

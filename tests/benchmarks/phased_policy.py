@@ -51,8 +51,7 @@ def measure(ranks: int, depth: int, total: int) -> dict[str, float]:
         return client.window(REQUESTS)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     add_ints(parser, repeats=3, total=128)
     args = parser.parse_args()
     runs: dict[int, dict[int, list[dict[str, float]]]] = {ranks: {depth: [] for depth in DEPTHS} for ranks in SIZES}
@@ -73,7 +72,3 @@ def main() -> None:
         settings={"block": BLOCK, "chunk": CHUNK, **vars(args)},
         repeats={str(ranks): {str(depth): runs[ranks][depth] for depth in DEPTHS} for ranks in SIZES},
     )
-
-
-if __name__ == "__main__":
-    main()

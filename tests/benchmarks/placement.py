@@ -57,8 +57,7 @@ def microseconds(rounds: Sequence[Sequence[float]]) -> float:
     return 1e6 * statistics.median(map(min, zip(*rounds, strict=True)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 16, 1000])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 12288])
     parser.add_argument("--rounds", type=int, default=5)
@@ -81,7 +80,3 @@ def main() -> None:
         settings={**vars(args), "block_size": BLOCK_SIZE, "prompts": PROMPTS},
         repeats=rounds,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -67,8 +67,7 @@ def run(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     add_ints(parser, engines=1000, frontends=100, requests=1_000_000, block_size=4096)
     parser.add_argument("--per-engine", type=float, default=0.4, help="requests per second and engine")
     parser.add_argument("--max-blocks", type=int, default=2**18, help="names in the index of a frontend")
@@ -95,7 +94,3 @@ def main() -> None:
         settings=vars(args),
         repeats=rows,
     )
-
-
-if __name__ == "__main__":
-    main()

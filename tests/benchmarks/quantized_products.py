@@ -82,8 +82,7 @@ def measured(shape: tuple[int, int], args: argparse.Namespace) -> dict[int, dict
 
 
 @torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=4, help="the first one is not counted")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -99,7 +98,3 @@ def main() -> None:
     worst = max(max(float(str(row[f"{kind} over it"])) for kind in ("int8", "int4")) for row in rows)
     title = "Products over oneDNN's in bfloat16, median of turns"
     report("quantized_products", title, rows, {"worst_over_onednn": worst}, vars(args), rows)
-
-
-if __name__ == "__main__":
-    main()

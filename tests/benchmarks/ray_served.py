@@ -125,8 +125,7 @@ def repeat(host: Host, args: argparse.Namespace) -> dict[str, Row]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     add_ints(parser, concurrency=16, input_len=64, output_len=200, waves=8, repeats=3)
     parser.add_argument("--idle-seconds", type=float, default=30)
@@ -162,7 +161,3 @@ def main() -> None:
         settings={key: str(value) for key, value in vars(args).items()},
         repeats=repeats,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -157,8 +157,7 @@ class SchedulerLoad:
         self._planner.store.suspects.forget((0, 1))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="m4", help="a random model, as in engine_efficiency")
     add_ints(parser, streams=16, input_len=128, output_len=128, waves=8, idle_seconds=20)
     args = parser.parse_args()
@@ -216,7 +215,3 @@ def main() -> None:
         settings=vars(args),
         repeats=[busy, idle],
     )
-
-
-if __name__ == "__main__":
-    main()

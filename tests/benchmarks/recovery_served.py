@@ -155,8 +155,7 @@ async def move(server: ServeProcess, cause: str, load: Load, answer: asyncio.Fut
     return pause
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--victim", choices=VICTIMS, default="scheduler")
     add_ints(parser, moments=20, streams=64, tokens=120, seed=0, repeats=1)
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens, such as 256 1024 4096 8000")
@@ -179,7 +178,3 @@ def main() -> None:
     row |= {"equal": min(kill["equal"] for kill in found), "weight loads": max(kill["loads"] for kill in found)}
     settings = {"streams": args.streams, "tokens": args.tokens, "model": "demo"}
     report("recovery_served", f"SIGKILL of the {args.victim} under {args.streams} streams", [row], row, settings, found)
-
-
-if __name__ == "__main__":
-    main()

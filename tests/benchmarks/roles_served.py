@@ -6,23 +6,21 @@ figures are the times between two tokens of the short streams, and the times to 
 
 import argparse
 import asyncio
-import json
 import random
-import sys
 import time
-from urllib.request import urlopen
 
 import aiohttp
 import numpy as np
 
-from services.cli.preflight import free_port
+from services.cli.ask import ServerAddress, first_model
+from services.cli.bench.load import LoadClient, SentRequest
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import started, wait_for
+from tests.benchmarks.support.servers import metrics, runahead_process
 from tests.metrics import total
 from tests.waiting import wait_until
 
 DEVICE = (
-    "--backend=sim", "--sim-step-ms=10", "--sim-prefill-token-us=100", "--sim-decode-us=200", "--log-level=warning",
+    "--backend=sim", "--sim-step-ms=10", "--sim-prefill-token-us=100", "--sim-decode-us=200",
     "--num-gpu-blocks-override=6000", "--max-model-len=8192", "--max-num-seqs=64", "--data-parallel-size=2",
 )  # fmt: skip
 """A device that computes 10,000 prompt tokens/s."""
@@ -38,67 +36,51 @@ STREAMS, PROMPT = 16, 4000
 
 
 class MixedLoad:
-    def __init__(self, url: str, args: argparse.Namespace) -> None:
-        self._url, self._args, self._rng = url, args, random.Random(0)
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._rng = seconds, random.Random(0)
         self.gaps: list[float] = []
         """Seconds between two tokens of short streams, without the first ones."""
         self.first: list[float] = []
         """Seconds to the first token of long prompts."""
 
-    async def _times(self, http: aiohttp.ClientSession, prompt: list[int], tokens: int) -> list[float]:
-        """Return when the request was sent, and when each piece of its answer came."""
-        body = {
-            "model": self._model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True,
-            "temperature": 0,
-        }  # fmt: skip
-        times = [time.monotonic()]
-        async with http.post(f"{self._url}/v1/completions", json=body) as response:
-            response.raise_for_status()
-            async for line in response.content:
-                count = len(json.loads(line[6:])["choices"]) if line.startswith(b"data: {") else 0
-                times += [time.monotonic()] * count
-        return times
+    async def _answered(self, client: LoadClient, length: int) -> SentRequest:
+        """Return a request with a prompt of so many tokens and the times of its answer. Raises: SystemExit"""
+        request = SentRequest([self._rng.randrange(300, 20_000) for _ in range(length)])
+        await client.send(request)
+        if request.error:
+            raise SystemExit(request.error)
+        return request
 
-    def _prompt(self, length: int) -> list[int]:
-        return [self._rng.randrange(300, 20_000) for _ in range(length)]
-
-    async def _short(self, http: aiohttp.ClientSession, until: float) -> None:
+    async def _short(self, client: LoadClient, until: float) -> None:
         while time.monotonic() < until:
-            times = await self._times(http, self._prompt(12), 200)
-            self.gaps += np.diff(times[2:]).tolist()
+            request = await self._answered(client, 12)
+            self.gaps += np.diff(request.arrivals[1:]).tolist()
 
-    async def _long(self, http: aiohttp.ClientSession) -> None:
-        times = await self._times(http, self._prompt(PROMPT), 16)
-        self.first.append(times[1] - times[0])
+    async def _long(self, client: LoadClient) -> None:
+        request = await self._answered(client, PROMPT)
+        self.first.append(request.arrivals[0] - request.started)
 
-    async def run(self) -> None:
+    async def run(self, url: str) -> None:
         timeout = aiohttp.ClientTimeout(total=300)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-            async with http.get(f"{self._url}/v1/models") as response:
-                self._model = (await response.json())["data"][0]["id"]
-            until = time.monotonic() + self._args.seconds
+        async with aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+            model = await asyncio.to_thread(first_model, ServerAddress(url))
+            body: dict[str, object] = {"model": model, "ignore_eos": True, "stream": True, "temperature": 0}
+            short, long = (LoadClient(http, body | {"max_tokens": tokens}, 1000) for tokens in (200, 16))
+            until = time.monotonic() + self._seconds
             arrivals = random.Random(0)  # the same in every mode
-            tasks = [asyncio.create_task(self._short(http, until)) for _ in range(STREAMS)]
+            tasks = [asyncio.create_task(self._short(short, until)) for _ in range(STREAMS)]
             await asyncio.sleep(1.0)
             while time.monotonic() < until:
-                tasks.append(asyncio.create_task(self._long(http)))
+                tasks.append(asyncio.create_task(self._long(long)))
                 await asyncio.sleep(arrivals.expovariate(1.0))
             await asyncio.gather(*tasks)
 
 
 def measured(mode: str, args: argparse.Namespace) -> dict[str, float | str]:
-    port = free_port("127.0.0.1", 0)
-    with started([sys.executable, "-m", "services.cli", "serve", f"--port={port}", *DEVICE, *MODES[mode]]) as process:
-        url = f"http://127.0.0.1:{port}"
-        wait_for(f"{url}/readyz", process)
-
-        def page() -> str:
-            with urlopen(f"{url}/metrics") as response:
-                return str(response.read().decode())
-
-        wait_until(lambda: total(page(), "runahead:engine_ready") == 2, "both engines are ready")
-        load = MixedLoad(url, args)
-        asyncio.run(load.run())
+    load = MixedLoad(args.seconds)
+    with runahead_process("", *DEVICE, *MODES[mode]) as server:
+        wait_until(lambda: total(metrics(server.url), "runahead:engine_ready") == 2, "both engines are ready")
+        asyncio.run(load.run(server.url))
     return {
         "mode": mode,
         "gap p99, ms": 1e3 * float(np.percentile(load.gaps, 99)),
@@ -107,8 +89,7 @@ def measured(mode: str, args: argparse.Namespace) -> dict[str, float | str]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=40)
     args = parser.parse_args()
     rows = {mode: measured(mode, args) for mode in MODES}
@@ -128,7 +109,3 @@ def main() -> None:
         settings={**vars(args), "device": DEVICE, "modes": MODES},
         repeats=list(rows.values()),
     )
-
-
-if __name__ == "__main__":
-    main()

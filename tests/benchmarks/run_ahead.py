@@ -31,8 +31,7 @@ def run(
         return client.window(requests)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     add_ints(parser, repeats=3, requests=256, native_requests=64, native_output=512)
     parser.add_argument("--output", type=int, default=1200, help="tokens per request on sim")
     parser.add_argument("--only", choices=["sim", "native"], help="one backend")
@@ -67,7 +66,3 @@ def main() -> None:
         settings={"prompt": PROMPT, "vocab": VOCAB, **vars(args), "sim": sim, "native_worker": native},
         repeats=repeats,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,6 @@ affects all. The time of a step includes that of making its result. Decoding is 
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -16,26 +15,12 @@ from services.cli.bench.load import prompts
 from services.config import BenchConfig, WorkerConfig
 from tests.benchmarks.support.random_llama import SHAPES, named_model
 from tests.benchmarks.support.report import add_ints, report
-from tests.benchmarks.support.static_batch import I32, StaticBatch
+from tests.benchmarks.support.static_batch import StaticBatch
 
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": 0.2}
 
 
-class SteppedBatch(StaticBatch):
-    """A static batch that is decoded one step at a time."""
-
-    def steps(self, tokens: I32, params: list[SamplingParams]) -> Iterator[float]:
-        """Prefill `tokens`, int32[batch, prompt], and yield the seconds of each decode step."""
-        self.prefill(tokens, params)
-        for position in self.positions:
-            began = time.perf_counter()
-            self.decode(position).get()
-            yield time.perf_counter() - began
-        self.release()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="m4", help=f"a directory, or a random model: {', '.join(SHAPES)}")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     add_ints(parser, threads=2, batch=256, affected=64, logprobs=5, prompt=128, output=64, waves=2)
@@ -48,27 +33,26 @@ def main() -> None:
         "penalties and logprobs": {**PENALTIES, "logprobs": args.logprobs},
     }
     config = WorkerConfig(model=str(model), dtype=args.dtype, threads=args.threads)
-    batches = {name: SteppedBatch(config, args.batch, args.prompt, args.output) for name in cases}
+    batches = {name: StaticBatch(config, args.batch, args.prompt, args.output) for name in cases}
     load = BenchConfig(random_input_len=args.prompt, random_output_len=args.output)
     rows = np.array(prompts(load, args.batch * args.waves, load.seed), np.int32)
     times: dict[str, list[float]] = {name: [] for name in cases}
     every = args.batch // args.affected
     for wave in range(args.waves):
         tokens = rows[wave * args.batch : (wave + 1) * args.batch]
-        generators = {}
         for name, values in cases.items():
             params = [
                 SamplingParams(max_tokens=args.output, temperature=0.0, **(values if slot % every == 0 else {}))
                 for slot in range(args.batch)
             ]
-            generators[name] = batches[name].steps(tokens, params)
-        names = list(generators)
+            batches[name].prefill(tokens, params.__getitem__)
+        names = list(cases)
         for _ in range(args.output - 1):
             for name in names:
-                times[name].append(next(generators[name]))
+                began = time.perf_counter()
+                batches[name].decode(1, depth=1)
+                times[name].append(time.perf_counter() - began)
             names.append(names.pop(0))  # no batch always follows the same one
-        for generator in generators.values():
-            assert next(generator, None) is None
     over = _over_nothing(times)
     report(
         "sampling_parameters",
@@ -89,7 +73,3 @@ def _over_nothing(steps: dict[str, list[float]]) -> dict[str, float]:
         name: statistics.median(ours / plain for ours, plain in zip(own, steps["nothing"], strict=True))
         for name, own in steps.items()
     }
-
-
-if __name__ == "__main__":
-    main()

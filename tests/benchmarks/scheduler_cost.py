@@ -7,9 +7,9 @@ With `recording` it prints the cost of `--record`: a core that is not recorded a
 of 2 ms behind each, in which workers would compute.
 """
 
+import argparse
 import gc
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -222,8 +222,9 @@ def recording_main() -> None:
     )
 
 
-def main() -> None:
-    if sys.argv[1:] == ["recording"]:
+def main(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("part", nargs="?", choices=["recording"], help="the cost of --record instead")
+    if parser.parse_args().part:
         recording_main()
         return
     repeats = {
@@ -245,7 +246,3 @@ def main() -> None:
         settings={"prompt": PROMPT, "steps": STEPS, "block_size": BLOCK_SIZE, "in_flight": 2, "prefix_caching": True},
         repeats=repeats,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -45,8 +45,7 @@ def columns(loads: Loads, depth: int) -> dict[str, float]:
     return medians([{name: load[key] for name, key in COLUMNS.items()} for load in loads[depth]])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=["m4", "m155", "m135"], choices=SHAPES)
     parser.add_argument("--backends", nargs="+", default=["native"], choices=BACKENDS)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
@@ -70,7 +69,3 @@ def main() -> None:
         settings={"columns": COLUMNS, **vars(args)},
         repeats=cases,
     )
-
-
-if __name__ == "__main__":
-    main()

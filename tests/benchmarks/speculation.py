@@ -146,8 +146,7 @@ def totals(runs: Sequence[EngineRun]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     add_ints(parser, threads=0, repeats=3, prompts=48, input_len=96, output_len=128, eagle=3, ngram=5)
     parser.add_argument("--streams", type=int, nargs="+", default=CONCURRENCY)
     parser.add_argument("--fixed", action="store_true", help="compare with every fixed number of drafts too")
@@ -188,7 +187,3 @@ def main() -> None:
         settings={"drafts": methods, "adaptive": True, "prompts_per_run": PROMPTS_PER_RUN, **vars(args)},
         repeats={"text": good, "random": bad},
     )
-
-
-if __name__ == "__main__":
-    main()

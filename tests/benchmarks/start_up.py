@@ -11,8 +11,7 @@ from tests.benchmarks.support.report import report
 from tests.benchmarks.support.servers import runahead_process
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="m135", help=f"a path, or a random model: {', '.join(SHAPES)}")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("flags", nargs="*", help="of `runahead serve`")
@@ -38,7 +37,3 @@ def _start(model: Path, flags: list[str]) -> dict[str, float]:
     began = time.monotonic()
     with runahead_process(model, *flags) as server:
         return {"ready s": time.monotonic() - began, **cpu_seconds(server)}
-
-
-if __name__ == "__main__":
-    main()

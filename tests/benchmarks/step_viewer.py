@@ -105,8 +105,7 @@ def alone_us(server: tuple[psutil.Process, str, UniformEngine]) -> float:
     return 1e6 * (cpu(process) - began) / RECORDS
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     add_ints(parser, streams=256, tokens=128, repeats=6)
     arguments = parser.parse_args()
     case = StreamingCase("1 a connection, step 15 ms", arguments.streams, arguments.tokens, STEP_SECONDS)
@@ -138,7 +137,3 @@ def main() -> None:
         settings={"streams": arguments.streams, "tokens": arguments.tokens, "repeats": arguments.repeats},
         repeats=found,
     )
-
-
-if __name__ == "__main__":
-    main()

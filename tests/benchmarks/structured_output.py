@@ -79,8 +79,7 @@ def measure(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     add_ints(parser, repeats=3, requests=256, constrained=64)
     parser.add_argument("--distinct", type=int, default=8, help="number of different schemas")
     parser.add_argument("--output", type=int, default=1200, help="tokens per request")
@@ -109,7 +108,3 @@ def main() -> None:
         settings={**vars(args), "worker": worker},
         repeats=repeats,
     )
-
-
-if __name__ == "__main__":
-    main()

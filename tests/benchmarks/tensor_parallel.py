@@ -9,11 +9,10 @@ import argparse
 from services.checkpoint import DEMO_MODEL
 from tests.benchmarks.support.random_llama import SHAPES, named_model
 from tests.benchmarks.support.report import add_ints, medians, report
-from tests.benchmarks.support.servers import without_engine
+from tests.benchmarks.support.servers import BatchLoad, without_engine
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models", nargs="+", default=["demo", "m155"],
         help=f"demo, a directory, or a random model: {', '.join(SHAPES)}",
@@ -23,13 +22,12 @@ def main() -> None:
     add_ints(parser, batch=16, prompt=128, output=64, waves=1, repeats=3)
     args = parser.parse_args()
     paths = {name: DEMO_MODEL if name == "demo" else named_model(name) for name in args.models}
-    batch = {"threads": 1, "dtype": args.dtype, "batch": args.batch, "prompt": args.prompt, "output": args.output}
-    batch["waves"] = args.waves
+    shape = args.batch, args.prompt, args.output, args.waves
     repeats: dict[str, dict[int, list[dict[str, float]]]] = {name: {size: [] for size in args.sizes} for name in paths}
     for _ in range(args.repeats):
         for name, path in paths.items():
             for size in args.sizes:
-                repeats[name][size].append(without_engine("static_batch.py", model=path, ranks=size, **batch))
+                repeats[name][size].append(without_engine("static_batch", BatchLoad(path, args.dtype, 1, *shape), size))
     rows, ratios = [], {}
     for name, sizes in repeats.items():
         by_size = {size: medians(runs) for size, runs in sizes.items()}
@@ -54,7 +52,3 @@ def main() -> None:
         settings=vars(args),
         repeats=repeats,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -63,8 +63,7 @@ def row(case: str, loads: Loads, streams: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=["m4", "m155"], choices=SHAPES)
     parser.add_argument("--backends", nargs="+", default=["native", "vllm"], choices=BACKENDS)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
@@ -84,7 +83,3 @@ def main() -> None:
             for case, loads in cases.items()
         },
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

@@ -154,8 +154,7 @@ def figures_of(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", nargs="+", default=["sim", "m4", "m155"])
     parser.add_argument("--changes", nargs="+", default=["depth", "budget", "blocks", "drafts on", "drafts off"])
     add_ints(parser, repeats=3, threads=1)
@@ -192,7 +191,3 @@ def main() -> None:
         settings=vars(args),
         repeats=rows,
     )
-
-
-if __name__ == "__main__":
-    main()

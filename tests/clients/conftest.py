@@ -23,6 +23,13 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
+def run(*command: str, directory: Path = ROOT) -> str:
+    """Return the output of a program that is a client. It must succeed."""
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
 class RunningServer(NamedTuple):
     url: str
     """Without /v1."""

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import ROOT, RunningServer
-from tests.clients.processes import run
+from tests.clients.conftest import ROOT, RunningServer, run
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 GUIDELLM = ROOT / ".venv-guidellm" / "bin" / "guidellm"

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import RunningServer
-from tests.clients.processes import run
+from tests.clients.conftest import RunningServer, run
 
 NODE = Path(__file__).parent / "node"
 

@@ -130,12 +130,7 @@ def test_citations_by_number_are_found(citation: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_that_are_named_exist(page: Path) -> None:
-    settings = {
-        name
-        for model in (config.RunBatchConfig, config.BenchConfig, config.ReplayConfig, config.RayCommandConfig)
-        for name, field in model.model_fields.items()
-    }
-    known = {f"--{name.replace('_', '-')}" for name in settings}
+    known = {config.flag(name) for name in config.EVERY_SETTING}
     known |= {f"--no-{flag.removeprefix('--')}" for flag in known} | {"--config", "--help", "--version"}
     for folder in ("tests/benchmarks", "tests/simulation", "services/cli", "deploy"):
         for path in (ROOT / folder).rglob("*.py"):

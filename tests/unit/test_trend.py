@@ -1,11 +1,13 @@
 """docs/benchmarks.md and the figures that it is made of."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
+from tests.benchmarks.__main__ import NAMES
 from tests.benchmarks.support.report import SKIPPED
-from tests.benchmarks.trend.__main__ import SCRIPTS, run_all
+from tests.benchmarks.trend.__main__ import run_all
 from tests.benchmarks.trend.classes import class_of, measured
 from tests.benchmarks.trend.forms import FORMS, ShortForm, Shown
 from tests.benchmarks.trend.page import PAGE, page
@@ -27,7 +29,7 @@ def test_the_page_stays_short_when_every_figure_is_measured(tmp_path: Path):
 
 
 def test_every_benchmark_has_a_short_form():
-    assert {form.benchmark for form in FORMS} == {path.stem for path in SCRIPTS.glob("*.py")}
+    assert {form.benchmark for form in FORMS} == {*NAMES}
     assert len({form.section for form in FORMS}) == len(FORMS)
 
 
@@ -43,6 +45,7 @@ def test_a_report_becomes_medians_and_spread():
 
 def test_what_fails_or_takes_too_long_is_named_and_the_others_run(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.py").write_text("import runpy, sys\nrunpy.run_path(f'{sys.argv[1]}.py')")
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)")
     (tmp_path / "empty.py").write_text("")
@@ -56,9 +59,10 @@ def test_what_fails_or_takes_too_long_is_named_and_the_others_run(tmp_path: Path
         ShortForm("three", "empty", "", "", ()),
         ShortForm("four", "works", "", "", [Shown("a", "a"), Shown("not on this processor", "c")]),
     ))  # fmt: skip
-    reasons = list(run_all(forms, time.monotonic() + 60, scripts=tmp_path, figures=tmp_path))
+    run = (sys.executable, "run.py")
+    reasons = list(run_all(forms, time.monotonic() + 60, run=run, figures=tmp_path))
     assert [reason.partition(";")[0] for reason in reasons[:2]] == ["one: exit status 3", "two: exceeded its limit"]
     assert reasons[2].startswith("three: ")
     assert len(reasons) == 3
     assert json.loads((tmp_path / "avx512-bf16-2.json").read_text())["four"]["figures"] == {"a": [1]}
-    assert list(run_all(forms[4:], time.monotonic() - 1, scripts=tmp_path)) == ["four: no time left"]
+    assert list(run_all(forms[4:], time.monotonic() - 1, run=run)) == ["four: no time left"]

@@ -56,7 +56,7 @@ class LoadResult:
 
 def run_load(config: BenchConfig) -> LoadResult:
     """Raises: NoAnswer, if the server does not answer or names no model."""
-    server = ServerAddress(base_url(config.base_url), config.api_key, config.insecure, config.cacert)
+    server = ServerAddress(base_url(config.base_url), config)
     if not (model := config.model or first_model(server)):
         raise NoAnswer("/v1/models names no model; give one with --model")
     return uvloop.run(_run(config, server, model))
@@ -74,13 +74,21 @@ def prompts(config: BenchConfig, count: int, seed: int) -> list[list[int]]:
 async def _run(config: BenchConfig, server: ServerAddress, model: str) -> LoadResult:
     async with aiohttp.ClientSession(
         server.url,
-        headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else {},
+        headers=server.headers,
         # A connection for each request: a server may close one that it has kept open when the next request arrives.
         connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=server.tls()),
         timeout=aiohttp.ClientTimeout(total=config.timeout),
         read_bufsize=1 << 20,
     ) as session:
-        client = _LoadClient(session, model, config)
+        body = {
+            "model": model,
+            "max_tokens": config.random_output_len,
+            "temperature": config.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if config.ignore_eos else {}),
+        }
+        client = LoadClient(session, body, config.max_concurrency or config.num_prompts)
         for prompt in prompts(config, config.num_warmups, config.seed + 1):
             await client.send(SentRequest(prompt))
         client.max_open = 0
@@ -113,21 +121,15 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     yield rest
 
 
-class _LoadClient:
-    def __init__(self, session: aiohttp.ClientSession, model: str, config: BenchConfig) -> None:
+class LoadClient:
+    """Sends completions that differ in their prompts, at most `concurrency` at once. `body`: what they have in
+    common."""
+
+    def __init__(self, session: aiohttp.ClientSession, body: dict[str, object], concurrency: int) -> None:
         self.max_open = 0
         self._open = 0
-        self._session = session
-        self._slots = asyncio.Semaphore(config.max_concurrency or config.num_prompts)
-        self._body = {
-            "model": model,
-            "max_tokens": config.random_output_len,
-            "temperature": config.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if config.ignore_eos:
-            self._body["ignore_eos"] = True
+        self._session, self._body = session, body
+        self._slots = asyncio.Semaphore(concurrency)
 
     async def send(self, request: SentRequest) -> None:
         async with self._slots:

@@ -12,7 +12,7 @@ from services.cli.preflight import with_keys
 from services.cli.run_batch.batch import Batch
 from services.cli.serve import serve
 from services.cli.settings import ConfigurationError, refusing
-from services.config import RunBatchConfig, ServeConfig, flag
+from services.config import ClientConfig, RunBatchConfig, ServeConfig, flag
 from services.private import private_directory, short_base
 
 DIRECTORY_PREFIX = "runahead-batch-"
@@ -27,8 +27,7 @@ def run_batch(config: RunBatchConfig) -> int:
     batch = Batch(source, output, config.max_concurrency or config.max_num_seqs)
     started = time.monotonic()
     if config.url:
-        keys = with_keys(config).api_key
-        server = ServerAddress(base_url(config.url), "".join(keys[:1]), config.insecure, config.cacert)
+        server = ServerAddress(base_url(config.url), with_keys(config))
         with refusing(NoAnswer, prefix="--url: "):
             first_model(server)
         asyncio.run(batch.run(server))
@@ -63,9 +62,9 @@ def _files(config: RunBatchConfig) -> tuple[Path, Path]:
 
 def _run_with_services(config: RunBatchConfig, batch: Batch) -> int:
     """Start the services on a Unix socket in a private directory, run the batch, and stop them."""
-    fields = {name: getattr(config, name) for name in config.model_fields_set & set(ServeConfig.model_fields)}
-    for name in ("api_key", "api_key_file"):  # only this user reaches the socket
-        fields.pop(name, None)
+    of_clients = {*ClientConfig.model_fields, "api_key_file"}  # only this user reaches the socket
+    names = config.model_fields_set & ServeConfig.model_fields.keys() - of_clients
+    fields = {name: getattr(config, name) for name in names}
     with private_directory(short_base(DIRECTORY_PREFIX, "http"), DIRECTORY_PREFIX) as directory:
         socket = str(directory / "http")
         own = ServeConfig.model_validate(fields | {"uds": socket})

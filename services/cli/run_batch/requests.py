@@ -37,7 +37,7 @@ class RequestSender:
         self._client = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(verify=server.tls(), limits=limits, uds=socket),
             base_url=server.url,
-            headers={"authorization": f"Bearer {server.api_key}"} if server.api_key else None,
+            headers=server.headers,
             timeout=ANSWER_SECONDS,
         )
         self._slots = asyncio.Semaphore(concurrency)

@@ -5,20 +5,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.cli.ask import ServerAddress, ask_object
+from services.cli.ask import ServerAddress, about_server, ask_object
 from services.cli.trace.events import TraceWriter
+from services.config.commands import TraceConfig
 
 ENTRIES = 512
 """Entries per request, the server's maximum."""
 POLL_SECONDS = 0.5
 
 
-def trace(server: ServerAddress, output: Path, seconds: float) -> int:
-    """Write the file and print what it has. Return the exit status. Raises: NoAnswer, OSError"""
-    writer = TraceWriter(collect(server, seconds))
-    output.write_text(json.dumps(writer.document()))
+@about_server
+def trace(server: ServerAddress, config: TraceConfig) -> int:
+    """Write the file and print what it has. Return the exit status: 0 if it was written, else 1."""
+    writer = TraceWriter(collect(server, config.seconds))
+    Path(config.output).write_text(json.dumps(writer.document()))
     hint = "open it in Perfetto" if writer.num_steps else "no request was served in this time"
-    print(f"{writer.num_steps} steps (ranks: {writer.num_ranks}) written to {output}; {hint}")
+    print(f"{writer.num_steps} steps (ranks: {writer.num_ranks}) written to {config.output}; {hint}")
     return 0
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tests.benchmarks.gpu.parts import IN_CI, PARTS
 from tests.benchmarks.gpu.processes import run_within
-from tests.benchmarks.gpu.saved import SavedRows, write_json
 from tests.benchmarks.gpu.target import gpu, tiny
 
 DIRECTORY = Path("build/bench/gpu")
@@ -53,11 +52,12 @@ def _measure(part: str, chosen: argparse.Namespace) -> bool:
     """Measure a part in this process. Return False if its tests have failed."""
     file = chosen.out / f"{part}.json"
     began = time.monotonic()
-    target, saved = tiny() if chosen.tiny else gpu(), SavedRows(chosen.out / f"{part}.rows")
-    result = PARTS[part].measure(target, saved)
+    target = tiny() if chosen.tiny else gpu()
+    result = PARTS[part].measure(target)
     content = {"part": part, "device": target.name, "seconds": time.monotonic() - began, **result}
-    write_json(file, content)
-    saved.complete()
+    written = file.with_name(f"{file.name}.new")
+    written.write_text(json.dumps(content, indent=1) + "\n")
+    written.replace(file)  # complete whenever it exists
     print(f"{part}: {file}", flush=True)
     return bool(content.get("passed", True))
 

@@ -5,9 +5,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
@@ -22,12 +21,12 @@ from services.config import WorkerConfig
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.sampling.noise import gumbel
 from services.worker.sampling.reference import GREEDY_BELOW
-from tests.benchmarks.gpu.engine import Params, StageEngine, greedy
-from tests.benchmarks.gpu.saved import Row, SavedRows
+from tests.benchmarks.gpu.engine import StageEngine
 from tests.benchmarks.gpu.served import served
 from tests.benchmarks.gpu.shapes import SHAPES, head_parameters, kv_bytes_per_token, product_parameters
 from tests.benchmarks.gpu.target import MeasuredDevice
 from tests.benchmarks.gpu.waits import counted_waits
+from tests.benchmarks.support.planned_batch import Params, greedy
 
 Result = dict[str, Any]
 
@@ -207,14 +206,14 @@ def _transformers_scores(tokens: list[int], dtype: torch.dtype, where: torch.dev
     return logits.float().log_softmax(1).cpu()
 
 
-def gap(target: MeasuredDevice, saved: SavedRows) -> Result:
+def gap(target: MeasuredDevice) -> Result:
     """Time between the forward passes of decode steps, at depth one and two, in each batch."""
+    rows: list[Result] = []
     for kind, params in (("greedy", greedy), ("sampled", _sampled)):
-        for name in target.shapes:
-            for batch in target.batches:
-                case = {"model": name, "batch": batch, "sampling": kind}
-                saved.measure(case, partial(_gaps, target, name, batch, params))
-    return {"rows": saved.rows}
+        for name, batch in product(target.shapes, target.batches):
+            case = {"model": name, "batch": batch, "sampling": kind}
+            rows += [case | row for row in _gaps(target, name, batch, params)]
+    return {"rows": rows}
 
 
 def _sampled(slot: int) -> SamplingParams:
@@ -228,7 +227,7 @@ def _gaps(target: MeasuredDevice, name: str, batch: int, params: Params) -> list
     shape, kernels = SHAPES[name], target.make(target.dtype)
     with StageEngine(shape, kernels, target.dtype, batch, context, budget) as engine:
         for depth in (1, 2):
-            engine.prefill(target.prompt, params)
+            engine.prefill_random(target.prompt, params)
             engine.decode(target.warm, depth)
             rows.append({"depth": depth, **step_times(engine.decode(target.steps, depth))})
     rows[-1]["speedup"] = rows[0]["step"] / rows[1]["step"] if rows[1]["step"] else None
@@ -264,7 +263,7 @@ def floor(target: MeasuredDevice) -> Result:
         shape = SHAPES[name]
         context = target.prompt + target.warm + target.steps + 1
         with StageEngine(shape, target.make(target.dtype), target.dtype, 1, context, target.prompt) as engine:
-            engine.prefill(target.prompt)
+            engine.prefill_random(target.prompt)
             engine.decode(target.warm, 2)
             times = step_times(engine.decode(target.steps, 2))
         item = target.dtype.itemsize
@@ -281,7 +280,7 @@ def prefill(target: MeasuredDevice) -> Result:
     for name in target.shapes:
         shape = SHAPES[name]
         with StageEngine(shape, target.make(target.dtype), target.dtype, 4, length + 8, length) as engine:
-            results = engine.prefill(length)[1:]  # the first one compiles
+            results = engine.prefill_random(length)[1:]  # the first one compiles
         seconds = min(each.times.forward_ended - each.times.forward_began for each in results)
         attended = 2 * shape.num_layers * shape.num_heads * shape.head_dim * length**2  # causal: half of 4
         operations = 2 * product_parameters(shape) * length + attended + 2 * head_parameters(shape)
@@ -298,13 +297,13 @@ def profile(target: MeasuredDevice) -> Result:
         for batch in target.batches[:2]:
             context, budget = target.prompt + target.warm + PROFILED + 1, target.prompt * min(batch, 64)
             with StageEngine(shape, target.make(target.dtype), target.dtype, batch, context, budget) as engine:
-                engine.prefill(target.prompt)
+                engine.prefill_random(target.prompt)
                 engine.decode(target.warm, 2)
                 longest = _longest(lambda: engine.decode(PROFILED, 2))
             rows.append({"model": name, "batch": batch, "steps": PROFILED, "kernels": longest})
         with StageEngine(shape, target.make(target.dtype), target.dtype, 1, length + 8, length) as engine:
-            engine.prefill(length)  # compiles
-            rows.append({"model": name, "prefill": length, "kernels": _longest(lambda: engine.prefill(length))})  # noqa: B023
+            engine.prefill_random(length)  # compiles
+            rows.append({"model": name, "prefill": length, "kernels": _longest(lambda: engine.prefill_random(length))})  # noqa: B023
     return {"rows": rows}
 
 
@@ -312,7 +311,7 @@ PROFILED = 10
 """Decode steps whose kernels are listed."""
 
 
-def _longest(work: Callable[[], object]) -> list[Row]:
+def _longest(work: Callable[[], object]) -> list[Result]:
     """Return the fifteen kernels with the most time, in microseconds; without a GPU, the operations."""
     activity = profiler.ProfilerActivity
     on_gpu = torch.cuda.is_available()
@@ -344,7 +343,7 @@ def syncs(target: MeasuredDevice) -> Result:
         kernels = target.make(target.dtype)
         shape, budget = SHAPES[target.shapes[0]], 2 * target.prompt
         with StageEngine(shape, kernels, target.dtype, 2, context, budget, drafts) as engine:
-            engine.prefill(target.prompt, params)
+            engine.prefill_random(target.prompt, params)
             engine.decode(target.warm, 2)
             with counted_waits(target.event) as waits:
                 results = engine.decode(COUNTED, 2)
@@ -371,30 +370,26 @@ def _penalised(slot: int) -> SamplingParams:
     )
 
 
-def _in_one_go(measure: Callable[[MeasuredDevice], Result]) -> Callable[[MeasuredDevice, SavedRows], Result]:
-    return lambda target, _: measure(target)
-
-
 @dataclass(frozen=True)
 class MeasuredPart:
     seconds: float
     """Estimate from an H100 with 16 cores, with the compilation of its kernels."""
-    measure: Callable[[MeasuredDevice, SavedRows], Result]
+    measure: Callable[[MeasuredDevice], Result]
 
 
 PARTS = {
-    "machine": MeasuredPart(10, _in_one_go(machine)),
-    "device": MeasuredPart(30, _in_one_go(device)),
-    "kernels": MeasuredPart(60, _in_one_go(kernels)),
-    "runner": MeasuredPart(60, _in_one_go(runner)),
-    "syncs": MeasuredPart(15, _in_one_go(syncs)),
-    "tokens": MeasuredPart(15, _in_one_go(tokens)),
+    "machine": MeasuredPart(10, machine),
+    "device": MeasuredPart(30, device),
+    "kernels": MeasuredPart(60, kernels),
+    "runner": MeasuredPart(60, runner),
+    "syncs": MeasuredPart(15, syncs),
+    "tokens": MeasuredPart(15, tokens),
     "gap": MeasuredPart(60, gap),
-    "floor": MeasuredPart(15, _in_one_go(floor)),
-    "prefill": MeasuredPart(15, _in_one_go(prefill)),
-    "profile": MeasuredPart(20, _in_one_go(profile)),
-    "served": MeasuredPart(90, _in_one_go(served)),
-    "transformers": MeasuredPart(45, _in_one_go(transformers)),
+    "floor": MeasuredPart(15, floor),
+    "prefill": MeasuredPart(15, prefill),
+    "profile": MeasuredPart(20, profile),
+    "served": MeasuredPart(90, served),
+    "transformers": MeasuredPart(45, transformers),
 }
 """In the order of their value, in which they are run: whether it works, then its figures."""
 IN_CI = tuple(part for part in PARTS if part not in ("device", "kernels", "runner"))

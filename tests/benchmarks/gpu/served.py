@@ -57,7 +57,7 @@ def _bare_stages(target: MeasuredDevice) -> dict[str, float]:
     with StageEngine(SHAPES[load.model], kernels, target.dtype, load.batch, tokens, budget) as engine:
         for _ in range(1 + WAVES):
             began = time.monotonic()
-            engine.prefill(load.prompt)
+            engine.prefill_random(load.prompt)
             prefilled = time.monotonic()
             engine.decode(load.output - 1, 2)
             ended = time.monotonic()

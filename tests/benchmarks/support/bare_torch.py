@@ -1,10 +1,9 @@
-"""Greedy decoding of a static batch of a Llama in bare torch: the speed of the CPU without an engine. Prints JSON.
+"""Greedy decoding of a static batch of a Llama in bare torch: the speed of the CPU without an engine.
 
 It only decodes, over a contiguous cache with random contents. It is an upper bound, because the weights are packed once
 for oneDNN, the heads of a KV group are folded into query rows, and a layer has few Python calls.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.benchmarks.support.report import add_ints
+from tests.benchmarks.support.servers import BatchLoad
 
 # torch has no public names for oneDNN's products.
 bfloat16_supported = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
@@ -84,25 +83,16 @@ class BareLlama:
 
 
 @torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--dtype", default="bfloat16")
-    add_ints(parser, threads=2, batch=16, prompt=128, output=128, waves=4)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    model = BareLlama(args.model, getattr(torch, args.dtype), args.batch, args.prompt + args.output)
-    tokens = torch.arange(300, 300 + args.batch)
-    for position in range(args.prompt, args.prompt + 8):
+def measure(load: BatchLoad) -> dict[str, float]:
+    torch.set_num_threads(load.threads)
+    model = BareLlama(load.model, getattr(torch, load.dtype), load.batch, load.prompt + load.output)
+    tokens = torch.arange(300, 300 + load.batch)
+    for position in range(load.prompt, load.prompt + 8):
         tokens = model.step(tokens, position)
     started = time.perf_counter()
-    for _ in range(args.waves):
-        for position in range(args.prompt, args.prompt + args.output):
+    for _ in range(load.waves):
+        for position in range(load.prompt, load.prompt + load.output):
             tokens = model.step(tokens, position)
     seconds = time.perf_counter() - started
-    total = args.waves * args.output * args.batch
-    print(json.dumps({"tokens_per_s": total / seconds, "seconds": seconds, "tokens": total}))
-
-
-if __name__ == "__main__":
-    main()
+    total = load.waves * load.output * load.batch
+    return {"tokens_per_s": total / seconds, "seconds": seconds, "tokens": total}

@@ -1,7 +1,8 @@
 """Runahead and vLLM as server processes, and the metrics of one load on a server."""
 
 import contextlib
-import json
+import importlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -83,9 +85,14 @@ BACKENDS: Mapping[str, Callable[[], str]] = {"native": lambda: sys.executable, "
 
 @contextmanager
 def runahead_process(
-    model: Path, *arguments: str, python: str = sys.executable, run: Sequence[str] = ("-m", "services.cli")
+    model: Path | str, *arguments: str, python: str = sys.executable, run: Sequence[str] = ("-m", "services.cli")
 ) -> Iterator[ServerProcess]:
-    """Start `runahead serve` with these arguments. `run`: arguments of Python that run it."""
+    """Start `runahead serve` with these arguments.
+
+    Args:
+        model: "": the default model.
+        run: arguments of Python that run it.
+    """
     command = [python, *run, "serve", str(model), "--port=0", "--log-level=warning", *arguments]
     with started(command, stdout=subprocess.PIPE) as process:
         line = process.stdout.readline() if process.stdout else ""
@@ -182,18 +189,39 @@ def started(command: list[str], **options: Any) -> Iterator["subprocess.Popen[st
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def without_engine(script: str, **flags: object) -> dict[str, float]:
-    """Run a script of this folder in a process of its own and return the metrics of its static batch."""
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    command = [sys.executable, str(Path(__file__).parent / script), *given]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+class BatchLoad(NamedTuple):
+    """Waves of requests with equal lengths, for a static batch."""
+
+    model: Path
+    dtype: str
+    threads: int
+    batch: int
+    prompt: int
+    """Tokens."""
+    output: int
+    waves: int
+
+
+def without_engine(module: str, load: BatchLoad, *args: object) -> dict[str, float]:
+    """Call `measure` of a module of this folder in a process of its own, and return its metrics."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_measure, module, load, *args).result()
+
+
+def _measure(module: str, *args: object) -> dict[str, float]:
+    measure: Callable[..., dict[str, float]] = importlib.import_module(f"tests.benchmarks.support.{module}").measure
+    return measure(*args)
+
+
+def metrics(url: str) -> str:
+    """Return the page with the metrics of a server."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        return str(answer.read().decode())
 
 
 def forward_seconds(url: str) -> tuple[float, float]:
     """Return for how long a server of ours has computed forward passes, and how long the gaps between them were."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-        page = answer.read().decode()
+    page = metrics(url)
     forward, gap = (total(page, f"runahead:worker_{name}_seconds_total") for name in ("forward", "forward_gap"))
     return forward, gap
 

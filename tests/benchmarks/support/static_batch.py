@@ -1,38 +1,31 @@
-"""The native backend's kernels on a static batch, without scheduler and transport. Prints JSON.
+"""The native backend's kernels on a static batch, without scheduler and transport.
 
 Each wave prefills its prompts in one step and then decodes all of them together to the last token, with two steps in
-flight, so it is the most that the kernels allow. With `--ranks N`, N processes compute as one tensor-parallel group;
-all of them make the same plans.
+flight, so it is the most that the kernels allow. Several ranks compute as one tensor-parallel group; all of them make
+the same plans.
 """
 
-import argparse
-import json
+import multiprocessing
 import socket
-import subprocess
-import sys
 import time
-from collections import deque
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache
-from protocol.sampling import SamplingParams
-from protocol.steps import NewRequest, SchedulerOutput
+from protocol.steps import SchedulerOutput
 from services.cli.bench.load import prompts
 from services.config import BenchConfig, WorkerConfig
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.distributed.rendezvous import listen
 from services.worker.runner import Output
-from tests.benchmarks.support.report import add_ints
+from tests.benchmarks.support.planned_batch import BLOCK_SIZE, I32, PlannedBatch
+from tests.benchmarks.support.servers import BatchLoad
 
-BLOCK = 16
 DEPTH = 2
 """Decode steps in flight: the next one is prepared while one is computed."""
-I32 = NDArray[np.int32]
 
 
-class StaticBatch:
+class StaticBatch(PlannedBatch):
     """A loaded runner with one slot per request."""
 
     def __init__(
@@ -45,122 +38,67 @@ class StaticBatch:
         listener: socket.socket | None = None,
     ) -> None:
         """`group`: rank, number of ranks, and address of the first rank."""
-        self.batch, self.prompt, self.output = batch, prompt, output
-        self._slots = np.arange(batch, dtype=np.int32)
-        self.blocks = -(-(prompt + output) // BLOCK)
-        self.step_id = self.wave = 0
+        super().__init__(batch, prompt + output, batch * prompt)
+        self.output = output
         self.runner = NativeRunner(config)
         self.prefill_s = self.decode_s = 0.0
         rank, ranks, rendezvous = group
-        assignment = Assignment(1, rank, ranks, BLOCK, batch, batch * prompt, 0, ranks, 1, rendezvous)
+        assignment = Assignment(1, rank, ranks, BLOCK_SIZE, batch, batch * prompt, 0, ranks, 1, rendezvous)
         loaded = self.runner.load(assignment, lambda phase, fraction: None, listener)
-        self.runner.init_kv_cache(InitializeCache(batch * self.blocks, loaded.max_model_len))
+        self.runner.init_kv_cache(InitializeCache(self.num_blocks, loaded.max_model_len))
 
-    def run(self, tokens: I32) -> None:
-        """Run one wave: greedy output for `tokens`, int32[batch, prompt]."""
-        began = time.perf_counter()
-        self.prefill(tokens, [SamplingParams(max_tokens=self.output, temperature=0.0)] * self.batch)
-        prefilled = time.perf_counter()
-        flying: deque[Output] = deque()
-        for position in self.positions:
-            flying.append(self.decode(position))
-            if len(flying) == DEPTH:
-                flying.popleft().get()
-        while flying:
-            flying.popleft().get()
-        self.prefill_s, self.decode_s = prefilled - began, time.perf_counter() - prefilled
-        self.release()
-
-    @property
-    def positions(self) -> range:
-        """Position of each decode step."""
-        return range(self.prompt, self.prompt + self.output - 1)
-
-    def prefill(self, tokens: I32, params: list[SamplingParams]) -> None:
-        """Prefill `tokens`, int32[batch, prompt], in one step."""
-        self.wave += 1
-        table = np.arange(self.batch * self.blocks, dtype=np.int32).reshape(self.batch, self.blocks)
-        new = [
-            NewRequest(slot, self.wave, tokens[slot].tobytes(), self.prompt, table[slot].tobytes(), params[slot])
-            for slot in range(self.batch)
-        ]
-        self._launch(0, self.prompt, new).get()
-
-    def decode(self, position: int) -> Output:
-        return self._launch(position, 1, [])
-
-    def release(self) -> None:
-        self.runner.release(self._slots)
-
-    def _launch(self, start: int, count: int, new: list[NewRequest]) -> Output:
-        slots = self._slots
-        self.step_id += 1
-        plan = SchedulerOutput(
-            epoch=1,
-            step_id=self.step_id,
-            slots=slots.tobytes(),
-            generations=np.full_like(slots, self.wave).tobytes(),
-            starts=np.full_like(slots, start).tobytes(),
-            counts=np.full_like(slots, count).tobytes(),
-            samples=b"\x01" * self.batch,
-            new=new,
-        )
+    def launch(self, plan: SchedulerOutput) -> Output:
         self.runner.execute_model(plan)
         return self.runner.sample_tokens(None)
 
+    def release(self, slots: I32) -> None:
+        self.runner.release(slots)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="bfloat16")
-    add_ints(parser, threads=2, batch=16, prompt=128, output=128, waves=4, ranks=1, rank=0)
-    parser.add_argument(
-        "--rendezvous", default="", help="address of the first rank; set when the first rank starts the others"
-    )
-    args = parser.parse_args()
-    listener, others = None, []
-    if args.ranks > 1 and not args.rank:
-        listener = listen("127.0.0.1")
-        args.rendezvous = "127.0.0.1:" + str(listener.getsockname()[1])
-        command = [sys.executable, *sys.argv, f"--rendezvous={args.rendezvous}"]
-        others = [subprocess.Popen([*command, f"--rank={rank}"]) for rank in range(1, args.ranks)]
+    def run(self, prompts: I32) -> None:
+        """Run one wave: greedy output for `prompts`, int32[batch, prompt]."""
+        began = time.perf_counter()
+        self.prefill(prompts)
+        prefilled = time.perf_counter()
+        self.decode(self.output - 1, DEPTH)
+        self.prefill_s, self.decode_s = prefilled - began, time.perf_counter() - prefilled
+
+
+def measure(load: BatchLoad, ranks: int = 1) -> dict[str, float]:
+    """Return the metrics of a load. With several ranks, the others are processes."""
+    if ranks == 1:
+        return _measure_rank(load, (0, 1, ""), None)
+    listener = listen("127.0.0.1")
+    address = "127.0.0.1:" + str(listener.getsockname()[1])
+    groups = [(rank, ranks, address) for rank in range(ranks)]
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=_measure_rank, args=(load, group, None), daemon=True) for group in groups[1:]]
+    for other in others:
+        other.start()
     try:
-        result = measure(args, listener)
+        return _measure_rank(load, groups[0], listener)
     finally:
         for other in others:
             other.terminate()
-            other.wait()
-    if not args.rank:
-        print(json.dumps(result))
+            other.join()
 
 
-def measure(args: argparse.Namespace, listener: socket.socket | None) -> dict[str, float]:
-    load = BenchConfig(random_input_len=args.prompt, random_output_len=args.output)
-    rows = np.array(prompts(load, args.batch * args.waves, load.seed), np.int32)
-    batch = StaticBatch(
-        WorkerConfig(model=args.model, dtype=args.dtype, threads=args.threads),
-        args.batch,
-        args.prompt,
-        args.output,
-        (args.rank, args.ranks, args.rendezvous),
-        listener,
-    )
-    batch.run(rows[: args.batch])  # warm-up
+def _measure_rank(load: BatchLoad, group: tuple[int, int, str], listener: socket.socket | None) -> dict[str, float]:
+    random = BenchConfig(random_input_len=load.prompt)
+    rows = np.array(prompts(random, load.batch * load.waves, random.seed), np.int32)
+    config = WorkerConfig(model=str(load.model), dtype=load.dtype, threads=load.threads)
+    batch = StaticBatch(config, load.batch, load.prompt, load.output, group, listener)
+    batch.run(rows[: load.batch])  # warm-up
     prefill, decode = 0.0, 0.0
     started = time.perf_counter()
-    for wave in range(args.waves):
-        batch.run(rows[wave * args.batch : (wave + 1) * args.batch])
+    for wave in range(load.waves):
+        batch.run(rows[wave * load.batch : (wave + 1) * load.batch])
         prefill, decode = prefill + batch.prefill_s, decode + batch.decode_s
     seconds = time.perf_counter() - started
-    tokens = args.waves * args.batch * args.output
+    tokens = load.waves * load.batch * load.output
     return {
         "tokens_per_s": tokens / seconds,
         "seconds": seconds,
         "tokens": tokens,
-        "prefill_s": prefill / args.waves,
-        "decode_step_ms": decode * 1000 / args.waves / max(1, args.output - 1),
+        "prefill_s": prefill / load.waves,
+        "decode_step_ms": decode * 1000 / load.waves / max(1, load.output - 1),
     }
-
-
-if __name__ == "__main__":
-    main()

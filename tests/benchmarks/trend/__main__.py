@@ -19,7 +19,8 @@ from tests.benchmarks.trend.classes import DIRECTORY, merge
 from tests.benchmarks.trend.forms import FORMS, ShortForm
 from tests.benchmarks.trend.page import PAGE, page
 
-SCRIPTS = Path("tests/benchmarks")
+RUN = (sys.executable, "-m", "tests.benchmarks")
+"""Command that runs the benchmark whose name follows."""
 LOGS = report.DIRECTORY / "logs"
 
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_all(
-    forms: Sequence[ShortForm], until: float, note: str = "", scripts: Path = SCRIPTS, figures: Path = DIRECTORY
+    forms: Sequence[ShortForm], until: float, note: str = "", run: Sequence[str] = RUN, figures: Path = DIRECTORY
 ) -> Iterator[str]:
     """Run and merge. Yield why a benchmark has no figures, unless this processor cannot run it."""
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def run_all(
         file, log = report.DIRECTORY / f"{form.report or form.benchmark}.json", LOGS / f"{form.section}.log"
         file.unlink(missing_ok=True)
         log.unlink(missing_ok=True)
-        command = [sys.executable, str(scripts / f"{form.benchmark}.py"), *shlex.split(form.arguments)]
+        command = [*run, form.benchmark, *shlex.split(form.arguments)]
         began = time.monotonic()
         code = run_within(command, seconds, log)
         print(f"{form.section}: {time.monotonic() - began:.0f} s", flush=True)

@@ -31,7 +31,6 @@ from tests.benchmarks.gpu.__main__ import LIMIT, main
 from tests.benchmarks.gpu.engine import StageEngine
 from tests.benchmarks.gpu.parts import IN_CI, ON_PROCESSOR, PARTS, PROMPT, WANTED, MeasuredPart, answers, preference
 from tests.benchmarks.gpu.processes import kill_tree, run_within
-from tests.benchmarks.gpu.saved import SavedRows
 from tests.benchmarks.gpu.served import rates, write_checkpoint
 from tests.benchmarks.gpu.shapes import SHAPES, TINY
 from tests.benchmarks.gpu.target import tiny
@@ -101,30 +100,6 @@ def test_nothing_that_a_process_has_started_survives_it() -> None:
         pass
 
 
-def test_a_gap_that_was_measured_before_a_stop_is_kept(tmp_path: Path, results: dict[str, Any]) -> None:
-    rows = [row | {"kept": True} for row in results["gap"]["rows"][:-2]]
-    file = tmp_path / "gap.rows"
-    file.write_text(json.dumps(rows))
-    assert main(["gap", "--tiny", "--out", str(tmp_path)]) == 0
-    measured = json.loads((tmp_path / "gap.json").read_text())["rows"]
-    assert [row.get("kept", False) for row in measured] == [True] * len(rows) + [False] * 2
-    assert not file.exists()
-
-
-def test_rows_are_written_before_the_next_case_is_measured(tmp_path: Path) -> None:
-    saved = SavedRows(tmp_path / "gap.rows")
-    saved.measure({"batch": 1}, lambda: [{"depth": 1}, {"depth": 2}])
-
-    def interrupted() -> list[dict[str, Any]]:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        saved.measure({"batch": 3}, interrupted)
-    again = SavedRows(tmp_path / "gap.rows")
-    again.measure({"batch": 1}, interrupted)
-    assert again.rows == [{"batch": 1, "depth": 1}, {"batch": 1, "depth": 2}]
-
-
 def test_http_and_bare_stages_are_compared_in_both_rates(results: dict[str, Any]) -> None:
     served = results["served"]
     for name in ("decode", "whole"):
@@ -143,7 +118,7 @@ def test_rates_of_a_wave() -> None:
 
 
 def test_a_part_whose_tests_fail_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = MeasuredPart(1.0, lambda *_: {"passed": False, "output": "1 failed"})
+    failed = MeasuredPart(1.0, lambda _: {"passed": False, "output": "1 failed"})
     monkeypatch.setitem(PARTS, "kernels", failed)
     assert main(["kernels", "--tiny", "--out", str(tmp_path)]) == 1
     assert json.loads((tmp_path / "kernels.json").read_text())["output"] == "1 failed"
@@ -186,7 +161,7 @@ def test_gaps_are_stated_for_each_batch_and_depth(results: dict[str, Any]) -> No
 def test_an_engine_frees_its_model_for_the_next_one() -> None:
     target = tiny()
     with StageEngine(SHAPES[TINY], target.make(target.dtype), target.dtype, 2, 40, 16) as engine:
-        engine.prefill(8)
+        engine.prefill_random(8)
         engine.decode(3, 2)
         model = weakref.ref(engine.model)
     assert model() is None

@@ -5,7 +5,7 @@ import os
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import ClassVar
@@ -13,7 +13,7 @@ from typing import ClassVar
 import certifi
 import pytest
 
-from tests.certificates import AUTHORITY, CERTIFICATE, KEY
+from tests.certificates import AUTHORITY, CERTIFICATE, KEY, TLS
 from tests.http_server import http_server
 from tests.unit.cli.command import run_command
 
@@ -72,10 +72,11 @@ def other_program() -> Iterator[str]:
 def test_answer_of_another_program_is_one_line(
     other_program: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url, file = other_program + path, tmp_path / "trace.json"
+    url, file, settings = other_program + path, tmp_path / "trace.json", tmp_path / "settings.yaml"
+    settings.write_text("max-num-seqs: 3")
     for command in (
         *(["status", url], ["trace", "--url", url, "-o", str(file)]),
-        *(["drain", "e", "--url", url], ["replan", url, "--max-num-seqs", "3"]),
+        *(["drain", "e", "--url", url], ["replan", url, "--config", str(settings)]),
     ):
         done = run_command(capsys, *command)
         assert (done.status, done.stdout, done.stderr.count("\n")) == (1, "", 1)
@@ -129,6 +130,8 @@ def test_the_reason_of_a_refusal_is_shown_if_there_is_one(
 def tls_program() -> Iterator[str]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(CERTIFICATE, KEY)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(AUTHORITY)
     with http_server(_OtherProgram, context) as url:
         yield url
 
@@ -137,7 +140,8 @@ def tls_program() -> Iterator[str]:
 def test_every_command_trusts_a_server_in_the_same_way(
     tls_program: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An authority that is named is checked, also on this machine, unless nothing is to be checked."""
+    """An authority that is named is checked, also on this machine, unless nothing is to be checked. The server asks for
+    a certificate."""
     (tmp_path / "in.jsonl").write_text("")
     more = {
         "trace": ["-o", str(tmp_path / "trace.json")],
@@ -145,10 +149,12 @@ def test_every_command_trusts_a_server_in_the_same_way(
     }.get(command, [])
     known, unknown = AUTHORITY, certifi.where()
 
-    def complaint(*trust: str) -> str:
-        return run_command(capsys, command, "--url", tls_program, *more, *trust).stderr
+    def complaint(*trust: str, presented: Sequence[str] = TLS) -> str:
+        return run_command(capsys, command, "--url", tls_program, *more, *trust, *presented).stderr
 
+    assert "answer" in complaint(presented=())
     assert "certificate verify failed" in complaint("--cacert", unknown).lower().replace("_", " ")
     for trust in ([], ["--cacert", known], ["--insecure", "--cacert", unknown]):
-        assert "certificate" not in complaint(*trust).lower()
+        assert "status 404" in complaint(*trust)
     assert "--cacert: cannot use /no/such.pem: No such file" in complaint("--cacert", "/no/such.pem")
+    assert "--ssl-certfile: cannot use /no/such.pem: " in complaint(presented=("--ssl-certfile", "/no/such.pem"))

@@ -21,7 +21,15 @@ from tests.certificates import AUTHORITY, KEY, TLS
 from tests.unit.cli.command import run_command
 
 DEMO = str(DEMO_MODEL)
+SIM = ("serve", "--backend", "sim", "--sim-vocab-size", "100")
+LEAVES = "is not on this machine alone, and what is published is not encrypted; set --insecure-transport"
 DRAFTER = '{"method": "eagle", "model": "/no/such", "num_speculative_tokens": 2}'
+
+
+def kv_events(**settings: object) -> tuple[str, ...]:
+    return (*SIM, "--kv-events-config", json.dumps({"enable_kv_cache_events": True, **settings}))
+
+
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serv",), "No such command 'serv'"),
     (("serve", "/models/llama"), "no such model directory: /models/llama; give a directory"),
@@ -29,6 +37,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "{folder}"), "config.json is missing; give a model directory in Hugging Face format"),
     (("serve", "{other}"), "GptOssForCausalLM; try --backend vllm (docs/vllm.md)"),
     (("serve", DEMO, "--max-model-len", "128K"), "more than the 2048 positions of the model; use --max-model-len 2048"),
+    (("plan", DEMO, "--max-model-len", "4096"), "more than the 2048 positions of the model"),
     (("serve", DEMO, "--tensor-parallel-size", "3"), "cannot be cut for 3 tensor-parallel ranks, only for 1, 2, 4"),
     (("serve", DEMO, "--pipeline-parallel-size", "9"), "4 layers cannot be cut into 9 pipeline stages"),
     (("serve", DEMO, "--prefill-engines", "1"), "of --data-parallel-size 1 leaves no engine that decodes"),
@@ -111,6 +120,28 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("scheduler", "--config", "/no/such/file"), "cannot read the configuration file /no/such/file"),
     (("bench", "--random-id-low", "9", "--random-id-high", "9"), "--random-id-high 9 must be above"),
     (("run-batch", DEMO, "-i", "~no-user/in.jsonl", "-o", "out"), "there is no file ~no-user/in.jsonl"),
+    (("run-batch",), "run-batch needs --input-file FILE"),
+    (("run-batch", "-i", "in.jsonl"), "run-batch needs --output-file FILE"),
+    (("run-batch", "-i", "https://host/in", "-o", "out"), "--input-file: https://host/in is no local file"),
+    (("run-batch", "-i", __file__, "-o", "/no/such/out"), "--output-file: /no/such/out is no path of a file"),
+    (("run-batch", "-i", __file__, "-o", __file__), "is the input file"),
+    (
+        ("run-batch", "-i", __file__, "-o", "/tmp/out", "--url", "http://127.0.0.1:1"),
+        "--url: no server answers at http://127.0.0.1:1",
+    ),
+    (("run-batch", "--port", "80"), "No such option: --port"),
+    ((*SIM, "--record", "{folder}"), "--record {folder}: others can read the directory; chmod 700 {folder}"),
+    ((*SIM, "--record", "{yaml}"), "--record {yaml}: the directory cannot be made"),
+    (kv_events(endpoint="tcp://*:5557"), f"--kv-events-config: tcp://*:5557 {LEAVES}"),
+    (kv_events(endpoint="tcp://router:5557"), f"tcp://router:5557 {LEAVES}"),
+    (kv_events(replay_endpoint="tcp://192.168.1.7:5557"), f"tcp://192.168.1.7:5557 {LEAVES}"),
+    (kv_events(endpoint="udp://1.2.3.4:5"), "--kv-events-config: 'udp://1.2.3.4:5' is not an endpoint"),
+    (kv_events(endpoint="tcp://127.0.0.1:99999"), "'tcp://127.0.0.1:99999' is not an endpoint"),
+    (kv_events(replay_endpoint="tcp://127.0.0.1:5557"), '"replay_endpoint" must differ from "endpoint"'),
+    (kv_events(endpoint=f"ipc:///{'x' * 200}"), "an ipc path has at most"),
+    (kv_events(publisher="kafka"), "--kv-events-config: input should be 'zmq' or 'null'"),
+    (kv_events(buffer_steps=0), "--kv-events-config: input should be greater than or equal to 1"),
+    (kv_events(buffer=1), "--kv-events-config: buffer: extra inputs are not permitted"),
 ]  # fmt: skip
 
 

@@ -38,12 +38,6 @@ def test_sizes_beyond_the_memory_do_not_fit(capsys: Capture, monkeypatch: pytest
     assert plan(capsys, "--kv-cache-memory-bytes", "64M")[0].status == 1
 
 
-def test_context_beyond_the_model_is_refused(capsys: Capture) -> None:
-    done, _ = plan(capsys, "--max-model-len", "4096")
-    assert (done.status, done.stdout) == (2, "")
-    assert "more than the 2048 positions" in done.stderr
-
-
 def test_the_speed_of_each_quantisation_is_bounded_by_the_bandwidth(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

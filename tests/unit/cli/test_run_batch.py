@@ -156,24 +156,3 @@ def test_every_route_of_a_batch_is_served() -> None:
     documented = with_routes(FrontendConfig()).openapi()["paths"]
     assert all("post" in documented[path] for path in ROUTES)
     assert all(isinstance(parse(line("a", url=path).encode(), {}, 1), BatchRequest) for path in ROUTES)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ((), "run-batch needs --input-file FILE"),
-        (("-i", "in.jsonl"), "run-batch needs --output-file FILE"),
-        (("-i", "https://host/in", "-o", "out"), "--input-file: https://host/in is no local file"),
-        (("-i", __file__, "-o", "/no/such/out"), "--output-file: /no/such/out is no path of a file"),
-        (("-i", __file__, "-o", __file__), "is the input file"),
-        (
-            ("-i", __file__, "-o", "/tmp/out", "--url", "http://127.0.0.1:1"),
-            "--url: no server answers at http://127.0.0.1:1",
-        ),
-        (("--port", "80"), "No such option: --port"),
-    ],
-)
-def test_unusable_files_and_servers_are_refused_first(capsys: Capture, arguments: tuple[str, ...], reason: str) -> None:
-    done = run_command(capsys, "run-batch", *arguments)
-    assert (done.status, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert reason in done.stderr

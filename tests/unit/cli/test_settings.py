@@ -59,6 +59,22 @@ def test_key_in_both_cases_is_refused(tmp_path: Path) -> None:
         merge(SchedulerConfig, {}, written(tmp_path, "block-size: 8\nblock_size: 16\n"), {})
 
 
+@pytest.mark.parametrize(
+    ("flags", "text", "variables", "keys"),
+    [
+        ({}, "", {}, ["v,w"]),
+        ({"api_key": ["f"]}, "", {}, ["f"]),
+        ({}, "api-key-file: keys", {}, []),
+        ({}, "", {"RUNAHEAD_API_KEY": "a"}, ["a"]),
+    ],
+)
+def test_the_key_of_vllm_is_read_if_there_is_no_other_one(
+    tmp_path: Path, flags: dict[str, object], text: str, variables: dict[str, str], keys: list[str]
+) -> None:
+    environment = {"VLLM_API_KEY": "v,w", **variables}
+    assert merge(FrontendConfig, flags, written(tmp_path, text), environment).config.api_key == keys
+
+
 def test_empty_file_and_empty_variables_set_nothing(tmp_path: Path) -> None:
     settings = merge(ServeConfig, {}, written(tmp_path, "# empty\n"), {"RUNAHEAD_PORT": "", "RUNAHEAD_MODEL": ""})
     assert set(settings.origins.values()) == {"default"}
@@ -138,7 +154,6 @@ def test_sizes_have_suffixes(given: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"load_format": "dummy"}, "--load-format is a setting of --backend vllm; --backend native does not use it"),
         (
             {"kv_offload_bytes": "1G", "backend": "vllm"},
             "--kv-offload-bytes is a setting of --backend native and sim; --backend vllm does not use it: vLLM's KV",

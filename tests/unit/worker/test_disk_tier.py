@@ -15,6 +15,9 @@ from random import Random
 
 import pytest
 
+from services.cli.preflight import check_tiers
+from services.cli.settings import ConfigurationError
+from services.config import ServeConfig
 from services.worker.runner import LoadError
 from services.worker.tiers.disk import KEPT, LEFT_BEHIND_SECONDS, RETRY_SECONDS, TEMPORARY, DiskTier
 from tests.unit.worker.damage import cut, extended, flipped
@@ -246,6 +249,8 @@ def test_a_directory_that_cannot_be_written_is_read() -> None:
                     path.chmod(0o500 if path.is_dir() else 0o400)
                 kept = tier(directory)
                 kept.put(name(2), content(2))
+                with pytest.raises(ConfigurationError, match="this user cannot write it"):  # before `serve` starts it
+                    check_tiers(ServeConfig(kv_offload_dir=str(directory)))
                 status = int(read(kept, 1) != bytes(content(1)) or kept.has(name(2)))
             finally:
                 os._exit(status)

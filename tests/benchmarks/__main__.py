@@ -1,0 +1,25 @@
+"""`make bench NAME=...`: runs one benchmark. Without a name it lists all of them."""
+
+import argparse
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+NAMES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__main__")
+
+
+def question(name: str) -> str:
+    """Return the first line of a benchmark's description."""
+    text = (Path(__file__).parent / f"{name}.py").read_text()
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+
+
+if __name__ == "__main__":
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if name not in NAMES:
+        raise SystemExit(
+            "\n".join(["make bench NAME=..., one of:", *(f"  {each:20} {question(each)}" for each in NAMES)])
+        )
+    benchmark = importlib.import_module(f"tests.benchmarks.{name}")
+    benchmark.main(argparse.ArgumentParser(f"make bench NAME={name}", description=benchmark.__doc__))
