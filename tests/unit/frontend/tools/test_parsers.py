@@ -388,7 +388,7 @@ def test_malicious_text_is_parsed_in_linear_time_and_bounded_memory() -> None:
     assert read(FORMATS["hermes"], deep, eager=False) == (deep, [])
     nested = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 200_000
     assert read(FORMATS["hermes"], nested, eager=False) == (nested, [])
-    for text in ("<" * 2_000, "<tool_call>" * 200, "<tool_call>{" * 200, " " * 2_000, "[TOOL_CALLS][{" * 200):
+    for text in ("<" * 1_000, "<tool_call>" * 100, "<tool_call>{" * 100, " " * 1_000, "[TOOL_CALLS][{" * 100):
         for kind in FORMATS.values():
             assert joined(events(kind, list(text))) == read(kind, text) == (text, [])
             assert read(kind, text * 8) == (text * 8, [])
