@@ -1,18 +1,13 @@
 """Runs a command of `runahead`, in this process or in one of its own."""
 
 import os
-from functools import cache
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
-import typer
 
 from services.cli.app import run
 from tests.preloaded import ERRORS, OUTPUT, PreloadedProcess
-
-typer.main.get_command = cache(typer.main.get_command)
-"""The commands with all their options are made once in this process: that takes longer than most of them."""
 
 
 class Done(NamedTuple):
