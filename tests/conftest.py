@@ -1,10 +1,11 @@
-"""Settings of all tests: Triton's interpreter, and temporary files in the directory that pytest removes later."""
+"""Settings of all tests: garbage, Triton's interpreter, and temporary files where pytest removes them later."""
 
+import atexit
 import gc
 import getpass
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -21,12 +22,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 takes one from the thread that it waits for."""
 
 
-@pytest.fixture(scope="session", autouse=True)
-def frozen_modules() -> Iterator[None]:
-    """Leave out what was imported when garbage is collected, which vLLM asks for in each epoch."""
+gc.disable()  # until all modules are imported
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave out what was imported when garbage is collected: vLLM does so in each epoch, pytest at its end."""
+    collected = yield
     gc.freeze()
-    yield
-    gc.unfreeze()  # otherwise libraries report leaks at exit
+    gc.enable()
+    atexit.register(gc.unfreeze)  # otherwise libraries report leaks
+    return collected
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import httpx
@@ -111,7 +112,7 @@ SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
 def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     """Draw the required fields and up to eight more; most values are sensible."""
     name = PATHS[path].__name__
-    fields = DOCUMENT["components"]["schemas"][name]
+    fields = schemas()[name]
     chosen = draw(st.lists(st.sampled_from(sorted(fields["properties"])), max_size=8, unique=True))
     nonsense = draw(st.integers(0, 3)) == 0
     body = {}
@@ -121,7 +122,9 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     return body
 
 
-DOCUMENT = with_routes(FrontendConfig()).openapi()
+@cache
+def schemas() -> dict[str, Any]:
+    return with_routes(FrontendConfig()).openapi()["components"]["schemas"]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -7,7 +7,7 @@ import torch
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import RunnerDriver
 
-TOKENS = 32
+TOKENS = 20
 
 
 def prompts(family: Family, number: int = 4) -> list[list[int]]:

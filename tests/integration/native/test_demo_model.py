@@ -10,7 +10,7 @@ from tests.integration.native.conftest import Family
 from tests.integration.native.driver import RunnerDriver
 
 TEXTS = ["How do I read a file line by line?", "import asyncio\n\nasync def main():", "The heapq module", "x"]
-TOKENS = 48
+TOKENS = 24
 
 
 @pytest.fixture(scope="module")

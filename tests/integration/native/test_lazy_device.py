@@ -17,6 +17,7 @@ from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GarblingRunner, RunnerDriver
 from tests.integration.native.test_run_ahead import PROMPT, REQUESTS, SPECULATIONS, TOKENS, serve
+from tests.matrix import covering
 from tests.unit.native.lazy_device import LazyDevice
 from tests.unit.native.lazy_kernels import LazyKernels, LazySampling
 
@@ -39,22 +40,19 @@ def expected(make_family: Callable[[str], Family]) -> list[list[int]]:
     return outputs(RunnerDriver(make_family("llama-tied").path, keeps_logits=False, kernels="reference"), 1)
 
 
-@pytest.mark.parametrize("speculation", SPECULATIONS)
-@pytest.mark.parametrize("speed", SPEEDS)
+@pytest.mark.parametrize(("speed", "speculation", "depth"), covering(list(SPEEDS), list(SPECULATIONS), (2, 3)))
 def test_tokens_are_equal_at_every_depth_on_a_device(
-    make_family: Callable[[str], Family], expected: list[list[int]], speed: str, speculation: str
+    llama: Family, expected: list[list[int]], speed: str, speculation: str, depth: int
 ) -> None:
     """With drafts too, which are proposed and verified on the device."""
-    family = make_family("llama-tied")
-    for depth in (2, 3):
-        device = LazyDevice(SPEEDS[speed])
-        driver = driver_on(device, family, speculation=SPECULATIONS[speculation])
-        requests = serve(driver, depth)
-        assert [request.output[:TOKENS] for request in requests] == expected, depth
-        assert bool(sum(request.drafted for request in requests)) == (speculation != "none")
-        assert not device.hazards
-        assert device.downloads >= driver.steps
-        assert device.uploads > driver.steps
+    device = LazyDevice(SPEEDS[speed])
+    driver = driver_on(device, llama, speculation=SPECULATIONS[speculation])
+    requests = serve(driver, depth)
+    assert [request.output[:TOKENS] for request in requests] == expected
+    assert bool(sum(request.drafted for request in requests)) == (speculation != "none")
+    assert not device.hazards
+    assert device.downloads >= driver.steps
+    assert device.uploads > driver.steps
     assert [len(output) for output in expected] == [TOKENS] * len(REQUESTS)
 
 

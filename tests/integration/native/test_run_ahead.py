@@ -22,6 +22,7 @@ from services.worker.backends.native.step import PreparedStep
 from services.worker.runner import RanksLost
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GREEDY, NUM_BLOCKS, DrivenRequest, Launched, RunnerDriver, Score
+from tests.matrix import covering
 
 PROMPT = [5, 9, 31, 5, 9, 31, 5, 9, 31, 5, 9, 44, 7, 5, 9, 31, 5]
 WARM = {"max_tokens": 100, "temperature": 0.9}
@@ -86,8 +87,7 @@ def scores_of(request: DrivenRequest, config: str) -> dict[int, Score]:
     return {at: score for at, score in request.scores.items() if at < end}
 
 
-@pytest.mark.parametrize("speculation", SPECULATIONS)
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("config", "speculation"), covering(list(CONFIGS), list(SPECULATIONS), strength=1))
 def test_tokens_are_equal_at_every_depth(make_family: Callable[[str], Family], config: str, speculation: str) -> None:
     answers = []
     for depth in (1, 3):

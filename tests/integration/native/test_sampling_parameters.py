@@ -15,9 +15,10 @@ from services.worker.backends.native.sampling import logprobs
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver, compute_within, i32
+from tests.matrix import covering
 
 PROMPT = list(range(20, 49))
-TOKENS = 24
+TOKENS = 14
 CASES = {
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.8, "presence_penalty": -0.5},
     "bias": {"logit_bias": ((7, 4.0), (210, 3.0), (0, 3.0))},
@@ -44,8 +45,7 @@ def alone(driver: RunnerDriver, params: SamplingParams, prompt: list[int] = PROM
     return request
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "temperature"), covering(list(CASES), [0.0, 0.9], strength=1))
 def test_chunks_depth_preemption_and_neighbours_change_nothing(
     driver: RunnerDriver, name: str, temperature: float
 ) -> None:

@@ -1,14 +1,13 @@
 """Runs a command of `runahead`, in this process or in one of its own."""
 
 import os
-import subprocess
-import sys
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
 
 from services.cli.app import run
+from tests.preloaded import ERRORS, OUTPUT, PreloadedProcess
 
 
 class Done(NamedTuple):
@@ -27,11 +26,10 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> Done:
 def run_process(*arguments: str) -> Done:
     """Run a command in a process of its own, without settings from this environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RUNAHEAD_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments],
-        env={**environment, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=60,
+    code = "import sys; from services.cli import main; sys.exit(main())"
+    process = PreloadedProcess(
+        code, *arguments, pipes=(OUTPUT, ERRORS), environment={**environment, "COLUMNS": "200"}, is_parent=True
     )
-    return Done(done.returncode, done.stdout, done.stderr)
+    with process.stdout, process.stderr:
+        out, err = process.stdout.read().decode(), process.stderr.read()
+    return Done(process.wait(60), out, err)

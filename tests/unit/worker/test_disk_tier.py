@@ -4,8 +4,6 @@ import errno
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
 from services.worker.runner import LoadError
 from services.worker.tiers.disk import KEPT, LEFT_BEHIND_SECONDS, RETRY_SECONDS, TEMPORARY, DiskTier
+from tests.preloaded import OUTPUT, PreloadedProcess
 from tests.unit.worker.damage import cut, extended, flipped
 
 SIZE = 1000
@@ -126,7 +125,7 @@ def test_the_files_used_last_stay_within_the_limit(directory: Path) -> None:
     tier(directory, "another model").put(name(0), content(0))
     now = time.time()
     os.utime(files(directory)[0], (now - 1000, now - 1000))
-    for number in range(200):
+    for number in range(100):
         kept.put(name(number), content(number))
         for path in files(directory):  # an earlier moment for each, in order
             if path != foreign and path.stat().st_mtime > now - 500:
@@ -134,8 +133,8 @@ def test_the_files_used_last_stay_within_the_limit(directory: Path) -> None:
         assert read(kept, 0) is not None, "what is read stays"
         assert sum(path.stat().st_size for path in files(directory) if path != foreign) <= most
     assert foreign.read_text() == "not a block"
-    found = [number for number in range(200) if kept.has(name(number))]
-    assert found[1:] == list(range(found[1], 200)), "the newest"
+    found = [number for number in range(100) if kept.has(name(number))]
+    assert found[1:] == list(range(found[1], 100)), "the newest"
     assert len(found) > KEPT * 50 * SIZE / (SIZE + 100) - 3
     assert read(tier(directory, "another model"), 0) is None, "the least recently used one is of another model"
 
@@ -191,15 +190,14 @@ def test_writers_may_be_killed_at_any_byte(directory: Path) -> None:
     """Two of them, in one directory."""
     rng, kept = Random(1), tier(directory)
     for _ in range(3):
-        writers = [
-            subprocess.Popen([sys.executable, "-c", _WRITER, str(directory)], stdout=subprocess.PIPE) for _ in range(2)
-        ]
+        writers = [PreloadedProcess(_WRITER, str(directory), pipes=(OUTPUT,)) for _ in range(2)]
         for writer in writers:
             writer.stdout.readline()
         time.sleep(rng.uniform(0.01, 0.1))
         for writer in writers:
             writer.kill()
-            writer.communicate()
+            writer.wait()
+            writer.stdout.close()
         found = [number for number in range(60) if kept.has(name(number))]
         assert found
         assert all(read(kept, number) in (bytes(content(number)), None) for number in range(60))

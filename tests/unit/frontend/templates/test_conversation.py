@@ -73,7 +73,7 @@ def expected(text: str, body: dict[str, Any]) -> str:
     return rendered
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def chat_template(text: str, tool_use: str | None) -> ChatTemplate:
     """Return one that renders all prompts of this template: it is a process."""
     return ChatTemplate(text, SPECIAL, tool_use)
@@ -136,7 +136,7 @@ def test_template_gets_the_texts_of_a_message_one_by_one_if_it_shows_each(
 
 @pytest.mark.parametrize("name", FILES)
 def test_realistic_templates_pass_their_trial(name: str) -> None:
-    ChatTemplate(FILES[name], SPECIAL).try_out()
+    chat_template(FILES[name], None).try_out()
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,9 @@ def test_realistic_templates_pass_their_trial(name: str) -> None:
      "range", "cycler", "namespace", "a b", "a.b", "__class__", "", "x" * 65],
 )  # fmt: skip
 def test_request_cannot_set_reserved_variables(name: str) -> None:
-    text = "{{ " + (name if name.isidentifier() else "x") + " }}"
     body = {"messages": [USER], "chat_template_kwargs": {name: "smuggled"}}
     with pytest.raises(APIError, match="chat_template_kwargs") as refused:
-        render(text, body)
+        render("{{ v }}", body)
     assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
 
 
@@ -267,7 +266,7 @@ def test_template_for_tools_is_found_and_used(tmp_path: Path) -> None:
 def test_reasoning_effort_is_a_variable_of_the_template(fields: dict[str, Any], variables: dict[str, Any]) -> None:
     body = ChatRequest.model_validate({"messages": [USER], **fields})
     assert conversation(body).variables == variables
-    template = ChatTemplate("{{ reasoning_effort }} {{ enable_thinking }}", {})
     if variables:
+        template = chat_template("{{ reasoning_effort }} {{ enable_thinking }}", None)
         expected = f"{variables['reasoning_effort']} {variables['enable_thinking']}"
         assert template.render(conversation(body)) == expected

@@ -54,16 +54,19 @@ TYPED = [
         '"count": 7, "part": "2.5"}',
     )
 ]
-QWEN3 = (
-    "<tool_call>\n<function=get_weather>\n"
-    + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in VALUES)
-    + "</function>\n</tool_call>"
-)
-GLM = (
-    "<tool_call>get_weather\n"
-    + "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in VALUES)
-    + "</tool_call>"
-)
+FEW = [("get_weather", '{"city": "Rom <b>\\nor 7", "zip": "00100", "days": 3}')]
+
+
+def qwen3(values: list[tuple[str, str]]) -> str:
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
+    return f"<tool_call>\n<function=get_weather>\n{written}</function>\n</tool_call>"
+
+
+def glm(values: list[tuple[str, str]]) -> str:
+    written = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values)
+    return f"<tool_call>get_weather\n{written}</tool_call>"
+
+
 PYTHONIC = (
     "[get_weather(city='it\\'s \\u00e9', n=-3, big=1_000, x=.5, y=True, z=None, l=[1, {'a': (2,)}, []], d={},), "
     'f(s="a\\nb\\"")]'
@@ -146,16 +149,16 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("granite", f"Sure. <tool_call> [{TWO}]\n", "Sure.", BOTH[1:]),
     ("granite", f"[{ONE}]", "", BOTH[:1]),
     ("deepseek_v3", f"On it.{DEEPSEEK}", "On it.", BOTH),
-    ("qwen3_xml", QWEN3, "", TYPED),
-    ("qwen3_xml", f"Let me.\n{QWEN3}\n{QWEN3}", "Let me.", TYPED * 2),
-    ("qwen3_xml", QWEN3.removeprefix("<tool_call>\n"), "", TYPED),
+    ("qwen3_xml", qwen3(VALUES), "", TYPED),
+    ("qwen3_xml", f"Let me.\n{qwen3(VALUES[:3])}\n{qwen3(VALUES[:3])}", "Let me.", FEW * 2),
+    ("qwen3_xml", qwen3(VALUES[:3]).removeprefix("<tool_call>\n"), "", FEW),
     ("qwen3_xml", "<tool_call><function=f></function></tool_call>", "", [("f", "{}")]),
     (
         "qwen3_xml", "<function=f>\n<parameter=a>\nx <parameter=\n<parameter=b>\n1\n</function>\n</tool_call>", "",
         [("f", '{"a": "x <parameter=", "b": 1}')],
     ),
-    ("glm45", GLM, "", TYPED),
-    ("glm45", f"Now{GLM}\n{GLM}", "Now", TYPED * 2),
+    ("glm45", glm(VALUES), "", TYPED),
+    ("glm45", f"Now{glm(VALUES[:3])}\n{glm(VALUES[:3])}", "Now", FEW * 2),
     ("glm45", "<tool_call>f</tool_call>", "", [("f", "{}")]),
     ("llama4_pythonic", PYTHONIC, "", LITERALS),
     ("llama4_pythonic", f"I call <|python_start|>{PYTHONIC}<|python_end|>", "I call", LITERALS),
@@ -385,7 +388,7 @@ def test_malicious_text_is_parsed_in_linear_time_and_bounded_memory() -> None:
     assert read(FORMATS["hermes"], deep, eager=False) == (deep, [])
     nested = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 200_000
     assert read(FORMATS["hermes"], nested, eager=False) == (nested, [])
-    for text in ("<" * 2_000, "<tool_call>" * 200, "<tool_call>{" * 200, " " * 2_000, "[TOOL_CALLS][{" * 200):
+    for text in ("<" * 1_000, "<tool_call>" * 100, "<tool_call>{" * 100, " " * 1_000, "[TOOL_CALLS][{" * 100):
         for kind in FORMATS.values():
             assert joined(events(kind, list(text))) == read(kind, text) == (text, [])
             assert read(kind, text * 8) == (text * 8, [])

@@ -13,7 +13,8 @@ from tests.unit.native.cuda.kernel_cases import Accuracy, KernelMaker
 F32 = torch.float32
 CONTEXT = 90
 MIXED = [([0, 0, 0], [66, 1, 0]), ([66, 1, 0], [1, 12, 9]), ([67, 13, 9], [1, 1, 1])]
-"""Starts and counts of each slot; a count of 0 is no row."""
+"""Starts and counts of each slot; a count of 0 is no row. A tile has 64 tokens."""
+SHORT = [([0, 0, 0], [26, 1, 0]), ([26, 1, 0], [1, 12, 9]), ([27, 13, 9], [1, 1, 1])]
 CASES = [
     AttentionCase(4, 2, 16, 16),
     AttentionCase(3, 3, 24, 5),
@@ -29,6 +30,8 @@ SERVED = [AttentionCase(8, 2, 64, 16), AttentionCase(8, 2, 128, 16)]
 """Groups and heads of Llama 3, whose programs are the largest ones."""
 IN_SOAK = [(CASES[0], "float32"), (CASES[2], "float32"), (SERVED[0], "half")]
 """Cells without anything that others lack; a GPU runs them too."""
+OF_WRITING = (CASES[3], CASES[4], CASES[5], CASES[7])
+"""These differ in how keys are written and blocks end, which a second tile does not change."""
 
 
 def both(
@@ -55,11 +58,11 @@ def both(
 def test_equals_the_reference(make: KernelMaker, accuracy: Accuracy, case: AttentionCase, dtype: torch.dtype) -> None:
     """Chunks of one and several tiles, decode rows among them, and decode rows alone."""
     ours, theirs = both(make, case, dtype)
-    for step in MIXED:
+    for step in SHORT if case in OF_WRITING else MIXED:
         torch.testing.assert_close(ours.step(*step), theirs.step(*step), **accuracy.attention[dtype])
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[-1]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], pytest.param(CASES[2], marks=pytest.mark.soak), CASES[-1]], ids=str)
 def test_keys_are_divided_among_programs(make: KernelMaker, case: AttentionCase) -> None:
     """Also where a part has no keys, and for decode rows with drafts."""
     ours, theirs = both(make, case, F32, processors=4)
@@ -70,11 +73,11 @@ def test_keys_are_divided_among_programs(make: KernelMaker, case: AttentionCase)
 
 def test_padding_rows_write_nothing(make: KernelMaker, accuracy: Accuracy) -> None:
     ours, theirs = both(make, CASES[0], F32)
-    ours.step(*MIXED[0])
-    theirs.step(*MIXED[0])
+    ours.step(*SHORT[0])
+    theirs.step(*SHORT[0])
     before = ours.cache.keys.clone()
-    expected = theirs.step([66, 1, 0], [1, 1, 0])
-    padded = ours.step([66, 1, 0], [1, 1, 0], padding=6)
+    expected = theirs.step([26, 1, 0], [1, 1, 0])
+    padded = ours.step([26, 1, 0], [1, 1, 0], padding=6)
     torch.testing.assert_close(padded, expected, **accuracy.attention[F32])
     changed = (ours.cache.keys.nan_to_num(7.0) != before.nan_to_num(7.0)).any(-1)
     assert int(changed.sum()) == 2 * CASES[0].kv_heads
