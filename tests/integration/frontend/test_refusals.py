@@ -1,6 +1,7 @@
 """Requests that fail: status and error body of each kind of failure, and the time at which it is reported."""
 
 import asyncio
+import functools
 import gzip
 from pathlib import Path
 
@@ -291,10 +292,17 @@ async def test_a_task_beside_the_streams_that_fails_is_logged(
     assert "a task of the frontend has failed: 'steps_total'" in caplog.text
 
 
-def test_settings_of_a_replan_that_are_nested_too_deeply_are_refused() -> None:
-    with scripted(enable_admin_routes=True) as (frontend, _):
-        refused = httpx.post(f"{frontend.url}/engines/replan", content="[" * 100_000, timeout=PATIENCE)
-        assert refused.status_code == 400, refused.text
+@pytest.mark.parametrize(("depth", "status"), [(125, 200), (126, 400), (300, 400)])
+def test_body_that_is_nested_too_deeply_is_refused(
+    frontend: Frontend, scheduler: ScriptedScheduler, depth: int, status: int
+) -> None:
+    """What writes a stored response takes at most 255 levels."""
+    scheduler.script(answering("fine"))
+    nested = functools.reduce(lambda inner, _: [inner], range(depth), 1)
+    message = {**MESSAGE, "unknown": nested}  # within three levels
+    answer = frontend.post("/v1/responses", {"input": [message]})
+    assert answer.status_code == status, answer.text
+    assert status == 200 or "at most 128 levels are possible" in str(error_of(answer, 400)["message"])
 
 
 def test_compressed_body_is_refused_by_name(frontend: Frontend) -> None:
