@@ -296,7 +296,7 @@ async def test_a_task_beside_the_streams_that_fails_is_logged(
 def test_body_that_is_nested_too_deeply_is_refused(
     frontend: Frontend, scheduler: ScriptedScheduler, depth: int, status: int
 ) -> None:
-    """What writes a stored response takes at most 255 levels."""
+    """A stored response is written by pydantic, which takes at most 255 levels."""
     scheduler.script(answering("fine"))
     nested = functools.reduce(lambda inner, _: [inner], range(depth), 1)
     message = {**MESSAGE, "unknown": nested}  # within three levels
