@@ -190,6 +190,8 @@ class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_ca
     epoch: EpochId = 0
     canary_block: Count = 0
     """The block that the test step writes. It is not adopted."""
+    whole_steps: bool = False
+    """No row is left out in this epoch, whatever the workers can: all masks of a step come before the next plan."""
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):

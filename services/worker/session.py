@@ -64,7 +64,8 @@ class Session:
         self.returns = False
         """A scheduler was lost since the last assignment."""
         self.leaves_rows_out = False
-        """True: the masks of a step may come behind later plans."""
+        """True: the masks of a step may come behind later plans, unless the scheduler samples whole steps."""
+        self._whole_steps = False
         self._unmasked = 0
         """The step whose masks must arrive before the next plan; 0: there is none."""
         self.collects_masks = False
@@ -142,7 +143,7 @@ class Session:
         return message
 
     def _on_initialize(self, message: InitializeCache) -> Action:
-        self.phase = Phase.INITIALIZING
+        self.phase, self._whole_steps = Phase.INITIALIZING, message.whole_steps
         return message
 
     def _on_step(self, step: SchedulerOutput) -> Action:
@@ -154,7 +155,7 @@ class Session:
         if self._unmasked:
             return self._fault(step.step_id, f"step {step.step_id} arrived before the masks of step {self._unmasked}")
         self.last_step = step.step_id
-        if step.has_structured_output_requests and not self.leaves_rows_out:
+        if step.has_structured_output_requests and (self._whole_steps or not self.leaves_rows_out):
             self._unmasked = step.step_id
         return step
 

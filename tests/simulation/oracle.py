@@ -174,10 +174,11 @@ class OracleWorker:
         self.entered: list[int] = []
         """`needs` of each plan that was executed; the reader clears it."""
         self.session = Session()
-        self.session.leaves_rows_out = limits.leaves_rows_out
+        self.session.leaves_rows_out = True
         self.session.on(Assignment(epoch, 0, 1, block_size, limits.num_slots, limits.max_num_batched_tokens))
         self.session.loaded()
-        self.session.on(InitializeCache(num_blocks, limits.max_model_len))
+        whole_steps = not limits.leaves_rows_out
+        self.session.on(InitializeCache(num_blocks, limits.max_model_len, whole_steps=whole_steps))
         self.session.ready()
 
     def receive(self, frame: bytes) -> list[bytes]:

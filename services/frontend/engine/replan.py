@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from services.frontend.engine.client import EngineClient
-from services.frontend.errors import APIError, invalid
+from services.frontend.errors import APIError
 
 log = logging.getLogger("runahead.frontend")
 
@@ -137,8 +137,6 @@ class Replans:
             finally:
                 writer.close()
             answer: dict[str, Any] = json.loads(line)
-        except RecursionError:
-            raise invalid("the settings are nested too deeply") from None
         except (OSError, ValueError, TimeoutError) as error:
             raise APIError(503, f"the supervisor does not answer: {error}") from None
         return answer

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from services.frontend.errors import GONE, APIError, invalid
+from services.frontend.errors import GONE, APIError
 from services.frontend.json_text import json_text
 from services.frontend.openai.answers.chat_output import AnswerParser
 from services.frontend.openai.answers.chunk import Chunk
@@ -34,7 +34,7 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, created: int) -> ResponseHead:
-    """Return the fields of a response that its request decides. `created`: seconds since 1970. Raises: APIError"""
+    """Return the fields of a response that its request decides. `created`: seconds since 1970."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
     effort = body.reasoning.effort if body.reasoning is not None else None
     choice = body.tool_choice
@@ -68,12 +68,9 @@ def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, crea
     }
 
 
-def _raw(value: Any) -> Any:
-    """Encode a client's value, in which integers may have any size. Raises: APIError"""
-    try:
-        return msgspec.Raw(json_text(value).encode())
-    except RecursionError:
-        raise invalid("the request body is nested too deeply") from None
+def _raw(value: Any) -> msgspec.Raw:
+    """Encode a client's value, in which integers may have any size."""
+    return msgspec.Raw(json_text(value).encode())
 
 
 class ResponseEvents(ChoiceWriter):
@@ -204,5 +201,5 @@ def joined(events: Iterable[bytes]) -> JSON:
 def failed_event(response: JSON, error: APIError, number: int) -> tuple[bytes, bytes]:
     """Return the event that ends a response of which no more is known than `joined` returns, and the response."""
     content = {**response, "status": "failed", "error": _failure(error)}
-    encoded = msgspec.Raw(json_text(content).encode())
+    encoded = _raw(content)
     return _event({"type": "response.failed", "response": encoded}, number), bytes(encoded)

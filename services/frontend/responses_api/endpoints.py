@@ -42,6 +42,8 @@ log = logging.getLogger("runahead.frontend")
 
 router = APIRouter(prefix="/v1/responses")
 _STORED = errors(*GUARDED, 400, 404)
+_FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+"""Fields of a chat, and those that they are made of."""
 ResponseId = Annotated[str, Path(max_length=512)]
 
 
@@ -158,6 +160,16 @@ class _Turn:
 )
 @recorded
 async def create(http: HTTPRequest, context: Context) -> Response:
+    try:
+        return await _create(http, context)
+    except APIError as error:
+        error.param = _FIELDS.get(error.param or "", error.param)
+        error.message = error.message.replace("response_format.json_schema", "text.format")
+        raise
+
+
+async def _create(http: HTTPRequest, context: AppContext) -> Response:
+    """Raises: APIError, which may name a field of the chat"""
     given = await context.bodies.parse(http, ResponsesRequest)
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(given.model)

@@ -102,8 +102,8 @@ class Epoch:
         for member in ranks:
             self._roster.apply(member.peer, MemberEvent.INITIALIZE, now)
         self._adopted, canary = common_blocks([loaded.held for loaded in self._loaded()], limits.num_blocks)
-        sizes = limits.num_blocks, limits.max_model_len
-        return [Send(m.peer, InitializeCache(*sizes, self.id, canary)) for m in ranks]
+        sizes, whole_steps = (limits.num_blocks, limits.max_model_len), not limits.leaves_rows_out
+        return [Send(m.peer, InitializeCache(*sizes, self.id, canary, whole_steps)) for m in ranks]
 
     def start(self) -> Started:
         """All ranks are ready."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import json
 from pathlib import Path
 
 import httpx
@@ -291,10 +292,16 @@ async def test_a_task_beside_the_streams_that_fails_is_logged(
     assert "a task of the frontend has failed: 'steps_total'" in caplog.text
 
 
-def test_settings_of_a_replan_that_are_nested_too_deeply_are_refused() -> None:
-    with scripted(enable_admin_routes=True) as (frontend, _):
-        refused = httpx.post(f"{frontend.url}/engines/replan", content="[" * 100_000, timeout=PATIENCE)
-        assert refused.status_code == 400, refused.text
+@pytest.mark.parametrize(("depth", "status"), [(125, 200), (126, 400), (300, 400)])
+def test_body_that_is_nested_too_deeply_is_refused(
+    frontend: Frontend, scheduler: ScriptedScheduler, depth: int, status: int
+) -> None:
+    """A stored response is written by pydantic, which takes at most 255 levels."""
+    scheduler.script(answering("fine"))
+    nested = json.loads("[" * depth + "]" * depth)  # within three levels
+    answer = frontend.post("/v1/responses", {"input": [{**MESSAGE, "unknown": nested}]})
+    assert answer.status_code == status, answer.text
+    assert status == 200 or "at most 128 levels are possible" in str(error_of(answer, 400)["message"])
 
 
 def test_compressed_body_is_refused_by_name(frontend: Frontend) -> None:

@@ -12,7 +12,15 @@ from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind
 from services.frontend.responses_api.responses import InputItemList, ResponseObject
 from tests.integration.frontend.declared import strict
-from tests.integration.frontend.scripted import Frontend, ScriptedScheduler, answering, ids_of, prompt_of, scripted
+from tests.integration.frontend.scripted import (
+    CONTEXT,
+    Frontend,
+    ScriptedScheduler,
+    answering,
+    ids_of,
+    prompt_of,
+    scripted,
+)
 
 PATH = "/v1/responses"
 TOOL: Any = {
@@ -238,6 +246,9 @@ BAD: list[dict[str, Any]] = [
     {"temperature": 3},
     {"max_output_tokens": 0},
     {"text": {"format": {"type": "grammar"}}},
+    {"input": "word " * CONTEXT},
+    {"max_output_tokens": CONTEXT},
+    {"text": {"format": {"type": "json_schema"}}},
 ]
 
 
@@ -245,9 +256,9 @@ BAD: list[dict[str, Any]] = [
 def test_bad_field_is_refused(frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object]) -> None:
     response = frontend.post(PATH, {"model": "demo", "input": "Hi", **fields})
     assert response.status_code == 400, response.text
-    message = response.json()["error"]["message"]
-    assert next(iter(fields)) in message
-    assert ("file_id" in str(fields)) == ("file_id: this field is not supported here" in message)
+    error = response.json()["error"]
+    assert error["param"] == next(iter(fields))
+    assert ("file_id" in str(fields)) == ("file_id: this field is not supported here" in error["message"])
     assert scheduler.requests == []
 
 

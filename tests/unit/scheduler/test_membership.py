@@ -144,8 +144,8 @@ def test_all_get_the_least_that_any_can_hold_and_serve_when_all_are_ready() -> N
     g = registered("a", "b", tensor_parallel_size=2)
     assert g.send("a", replace_blocks(700, 1)) == []
     assert sent(g.send("b", replace_blocks(300, 1)), InitializeCache) == {
-        "a": InitializeCache(300, 512, epoch=1),
-        "b": InitializeCache(300, 512, epoch=1),
+        "a": InitializeCache(300, 512, epoch=1, whole_steps=True),
+        "b": InitializeCache(300, 512, epoch=1, whole_steps=True),
     }
     assert g.send("a", Ready(1)) == []
     (started,) = g.send("b", Ready(1))

@@ -19,15 +19,19 @@ def grammar(step_id: int, epoch: int = 3) -> GrammarOutput:
     return GrammarOutput(epoch, step_id, b"", memoryview(b""))
 
 
-@pytest.fixture
-def session() -> Session:
-    """A session that serves epoch 3 and has had no step."""
+def serving(init: InitializeCache) -> Session:
+    """Return a session that serves epoch 3 and has had no step."""
     session = Session()
     assert session.on(ASSIGNMENT) is ASSIGNMENT
     session.loaded()
-    assert session.on(INIT) is INIT
+    assert session.on(init) is init
     session.ready()
     return session
+
+
+@pytest.fixture
+def session() -> Session:
+    return serving(INIT)
 
 
 def test_the_result_of_a_repeated_step_is_sent_again(session: Session) -> None:
@@ -51,7 +55,10 @@ def test_a_message_of_another_epoch_is_ignored(session: Session, message) -> Non
     assert (session.phase, session.last_step) == (Phase.SERVING, 0)
 
 
-def test_a_step_that_arrives_before_the_masks_of_the_last_one_is_a_fault(session: Session) -> None:
+@pytest.mark.parametrize("can_leave_rows_out", [False, True])
+def test_a_step_that_arrives_before_the_masks_of_the_last_one_is_a_fault(can_leave_rows_out: bool) -> None:
+    session = serving(InitializeCache(10, 64, whole_steps=can_leave_rows_out))
+    session.leaves_rows_out = can_leave_rows_out
     for step_id in (1, 2):  # masks of step 1 again are not those of step 2
         session.on(plan(step_id, grammar=True))
         assert session.on(grammar(1)) == grammar(1)

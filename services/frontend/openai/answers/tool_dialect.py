@@ -38,7 +38,7 @@ class ToolDialect(ChatDialect):
 
     def choice(self, index: int, whole: Chunk) -> ChatChoice:
         parser = AnswerParser(self.output, eager=False)
-        delta = self._parsed(parser.push(whole.text, is_last=True))
+        delta = self._parsed(index, parser.push(whole.text, is_last=True))
         choice = super().choice(index, self._replaced(whole, parser, delta.get("content") or ""))
         message = choice["message"]
         if calls := delta.get("tool_calls"):
@@ -57,7 +57,7 @@ class ToolDialect(ChatDialect):
         events = parser.push(chunk.text, is_last=chunk.finish is not None)
         if chunk.is_text_only and not events:
             return []
-        delta = self._parsed(events)
+        delta = self._parsed(index, events)
         bare = _EMPTY if chunk.is_text_only else self._replaced(chunk, parser, "")
         if not delta and bare.is_text_only:
             return []
@@ -78,7 +78,7 @@ class ToolDialect(ChatDialect):
         is_call = chunk.finish == "stop" and parser.num_calls > 0 and self.output.tools.parser is not NamedParser
         return replace(chunk, text=text, finish="tool_calls" if is_call else chunk.finish)
 
-    def _parsed(self, events: list[ParsedEvent]) -> MessageDelta:
+    def _parsed(self, choice: int, events: list[ParsedEvent]) -> MessageDelta:
         """Return one delta for all events: texts of a kind are joined, and so are the parts of a call."""
         delta: MessageDelta = {}
         calls: dict[int, CallDelta] = {}
@@ -87,7 +87,7 @@ class ToolDialect(ChatDialect):
                 case Content(text):
                     delta["content"] = (delta.get("content") or "") + text
                 case Reasoning(text):
-                    self.reasoning.add(text)
+                    self.reasoning.add(text, choice)
                     if self._shows_reasoning:
                         delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text
                 case CallStart(index, id, name):

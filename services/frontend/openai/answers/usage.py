@@ -1,13 +1,14 @@
 """Token counts of one HTTP response."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.frontend.openai.schemas.responses import Usage
 from services.frontend.text.assembler import TextAssembler
 
-COUNTED_AT_ONCE = 256
-"""Pieces of reasoning whose tokens are counted together, about 0.4 ms of work."""
+COUNTED_AT_ONCE = 1024
+"""Characters of reasoning whose tokens are counted together, about 0.6 ms of work."""
 
 
 @dataclass
@@ -38,21 +39,21 @@ class UsageCounter:
 
 @dataclass
 class ReasoningCounter:
-    """Counts the tokens of the reasoning of all choices while it arrives: a long one would hold up all streams."""
+    """Counts the tokens of the reasoning of all choices while it arrives: a long one would hold up all streams. Each
+    choice is cut at the same characters, however it arrives."""
 
     count_tokens: Callable[[str], int]
     """Returns the number of tokens of a text."""
-    _waiting: list[str] = field(default_factory=list)
-    """Reasoning whose tokens are not counted yet."""
+    _waiting: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
+    """By choice: reasoning whose tokens are not counted yet."""
     _counted: int = 0
 
-    def add(self, text: str) -> None:
-        self._waiting.append(text)
-        if len(self._waiting) >= COUNTED_AT_ONCE:
-            self.total()
+    def add(self, text: str, choice: int = 0) -> None:
+        waiting = self._waiting[choice] + text
+        end = len(waiting) // COUNTED_AT_ONCE * COUNTED_AT_ONCE
+        self._waiting[choice] = waiting[end:]
+        for at in range(0, end, COUNTED_AT_ONCE):
+            self._counted += self.count_tokens(waiting[at : at + COUNTED_AT_ONCE])
 
     def total(self) -> int:
-        if self._waiting:
-            self._counted += self.count_tokens("".join(self._waiting))
-            self._waiting.clear()
-        return self._counted
+        return self._counted + sum(map(self.count_tokens, filter(None, self._waiting.values())))

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid
+from services.frontend.json_text import MAX_DEPTH, json_value
 from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import BaseGenerationRequest
 from services.frontend.openai.schemas.unserved import HINTS, Neutral
@@ -110,11 +111,11 @@ async def _read(http: HTTPRequest) -> bytes:
 
 
 def _json(raw: bytes) -> Any:
-    """Decode strict JSON: UTF-8 without lone surrogates, no NaN, no numbers beyond float64. Raises: APIError"""
+    """Raises: APIError"""
     try:
-        return msgspec.json.decode(raw)
+        return json_value(raw)
     except RecursionError:
-        raise invalid("the request body is nested too deeply") from None
+        raise invalid(f"the request body is nested too deeply; at most {MAX_DEPTH} levels are possible") from None
     except UnicodeDecodeError:  # its text would show bytes as 0xff
         raise invalid("the request body is not valid UTF-8") from None
     except (msgspec.MsgspecError, ValueError) as error:

@@ -6,7 +6,7 @@ import msgspec
 
 from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputParams
 from services.frontend.errors import invalid
-from services.frontend.json_text import json_text
+from services.frontend.json_text import json_text, json_value
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ResponseFormat, StructuredOutputs
 from services.frontend.tools.schema import json_format
 
@@ -147,7 +147,8 @@ def _schema(value: str | dict[str, Any], spaces: dict[str, Any]) -> str:
 def _decoded(schema: str) -> dict[str, Any]:
     """Raises: APIError"""
     try:
-        return msgspec.json.decode(schema, type=dict[str, Any])
+        decoded: dict[str, Any] = json_value(schema, dict[str, Any])
+        return decoded
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         problem = "structured_outputs.json is not a JSON schema"
         raise invalid(f"{problem}: {error!s:.200}", "structured_outputs", logged=problem) from None

@@ -112,10 +112,7 @@ def _either(
 
 def _grammar(content: schema.JSON, kind: GrammarKind = GrammarKind.JSON) -> StructuredOutputParams:
     """Raises: APIError"""
-    try:
-        text = json_text(content)
-    except RecursionError:
-        raise invalid("tools: parameters are nested too deeply", "tools") from None
+    text = json_text(content)
     if len(text) > MAX_GRAMMAR_CHARS:
         raise invalid(
             f"tools: as a grammar they have {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are possible", "tools"

@@ -7,6 +7,7 @@ import msgspec
 
 from protocol.media import MediaFile
 from services.frontend.errors import invalid
+from services.frontend.json_text import json_value
 from services.frontend.openai.schemas.messages import ContentPart, FilePart, MessageParam, ToolCall
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.templates.chat_template import Conversation
@@ -92,5 +93,5 @@ def _call(call: ToolCall) -> dict[str, Any]:
     that was cut off."""
     arguments: dict[str, Any] = {}
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+        arguments = json_value(call.function.arguments or "{}", dict[str, Any])
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -190,7 +190,7 @@ class NativeRunner:
         )
         table = SlotTable(
             *(assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len),
-            leaves_rows_out=self.identify().leaves_rows_out,
+            leaves_rows_out=self.identify().leaves_rows_out and not init.whole_steps,
             count_rows=loaded.model.kernels.rows.count_rows,
             groups=loaded.groups.groups,
         )

@@ -91,7 +91,8 @@ class SimEpoch:
         assignment, config, checkpoint = rank.assignment, rank.config, rank.checkpoint
         slots, max_len = assignment.num_slots, init.max_model_len
         self.table = SlotTable(
-            *(slots, assignment.block_size, init.num_blocks, max_len), leaves_rows_out=not config.sim_rigid
+            *(slots, assignment.block_size, init.num_blocks, max_len),
+            leaves_rows_out=not (config.sim_rigid or init.whole_steps),
         )
         chunk, volume = assignment.max_num_batched_tokens, config.sim_max_volume
         self._rigid = RigidShapes(self.table, chunk, volume) if config.sim_rigid else None

@@ -134,7 +134,7 @@ class VllmRunner:
 
     def init_kv_cache(self, init: InitializeCache) -> None:
         engine, groups = self._parts()
-        leaves_rows_out = self.identify().leaves_rows_out
+        leaves_rows_out = self.identify().leaves_rows_out and not init.whole_steps
         self._epoch.set(VllmEpoch(engine, groups, self._assignment.get(), init, leaves_rows_out))
 
     @property

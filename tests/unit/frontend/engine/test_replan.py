@@ -8,8 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from services.frontend.engine.replan import Replans
 from services.frontend.errors import APIError
 
@@ -76,15 +74,6 @@ async def test_of_two_changes_at_once_one_is_refused(tmp_path: Path) -> None:
         assert first == "1"
         assert isinstance(second, APIError)
         assert second.status == 409
-
-
-async def test_settings_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
-    nested: list[Any] = []
-    for _ in range(10_000):
-        nested = [nested]
-    async with replans(tmp_path, START) as changes:
-        with pytest.raises(APIError, match="nested too deeply"):
-            await changes.begin({"model": nested}, 60.0, 60.0)
 
 
 async def test_a_change_fails_with_the_supervisor_and_the_next_one_may_begin(tmp_path: Path) -> None:

@@ -88,11 +88,12 @@ def test_tokens_of_reasoning_are_counted_while_it_is_streamed() -> None:
     parser = AnswerParser(streaming.output, eager=True)
     response = ResponseEvents(head, parser, UsageCounter(), streaming.reasoning.count_tokens)
     for _ in range(3 * COUNTED_AT_ONCE):
-        streaming.deltas(0, Chunk("a"))
+        for choice in (0, 1):
+            streaming.deltas(choice, Chunk("ab"[choice]))
         response.push(Chunk("a"))
-    assert counted == ["a" * COUNTED_AT_ONCE] * 6
+    assert counted == [text * COUNTED_AT_ONCE for text in "aba"] * 3
     usage: Usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-    assert streaming.counted(usage)["completion_tokens_details"] == {"reasoning_tokens": 3 * COUNTED_AT_ONCE}
+    assert streaming.counted(usage)["completion_tokens_details"] == {"reasoning_tokens": 6 * COUNTED_AT_ONCE}
     response.push(Chunk("", finish="stop"))
     assert response.to_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 3 * COUNTED_AT_ONCE}
 

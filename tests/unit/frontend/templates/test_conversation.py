@@ -178,7 +178,7 @@ def test_number_from_a_request_cannot_make_a_huge_value(text: str) -> None:
     )
 
 
-@pytest.mark.parametrize("arguments", ["[1]", "{", "null", "7", "{} {}", "[" * 100_000])
+@pytest.mark.parametrize("arguments", ["[1]", "{", "null", "7", "{} {}", '{"a":' * 129 + "1" + "}" * 129])
 def test_arguments_that_are_no_object_are_empty_so_that_the_conversation_goes_on(arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     body = {"messages": [USER, {"role": "assistant", "tool_calls": [CALL, call]}]}
