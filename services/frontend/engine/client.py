@@ -161,17 +161,8 @@ class EngineClient:
 
         Raises: HandshakeRefused, if the only engine, or this frontend, refuses the connection
         """
-        if source is None:
-            await self.engines.run(self._check)
-            return
-        following = follow(source, self._security, self.engines.set_addresses)
-        running = [asyncio.create_task(self.engines.run(self._check)), asyncio.create_task(following)]
-        try:
-            await asyncio.gather(*running)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
+        following = None if source is None else follow(source, self._security, self.engines.set_addresses)
+        await self.engines.run(self._check, following)
 
     def _check(self, now: float) -> None:
         """Notice engines that do not come back and requests without progress. `now`: monotonic seconds."""
