@@ -1,12 +1,11 @@
-"""Reasoning between two tags: text in, events out. No I/O, no clock."""
+"""Reasoning between two tags."""
 
 import enum
-from collections.abc import Generator
 from dataclasses import dataclass
 
-from services.frontend.parsing.events import Content, ParsedEvent, Reasoning
+from services.frontend.parsing.events import Content, Reasoning, TextParser
 from services.frontend.parsing.json_reader import next_word, pass_until
-from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer, Trimmer
+from services.frontend.parsing.text_buffer import ParseError, Parsing, Trimmer
 
 
 @dataclass(frozen=True)
@@ -47,32 +46,13 @@ def start_in_message(message: str, tags: ReasoningTags = THINK) -> ReasoningStar
     return ReasoningStart.INSIDE if opened > closed else ReasoningStart.OUTSIDE
 
 
-class ThinkParser:
+class ThinkParser(TextParser):
     """Splits one answer."""
 
     def __init__(self, start: ReasoningStart, tags: ReasoningTags = THINK) -> None:
         self._start = start
         self._tags = tags
-        self._events: list[ParsedEvent] = []
-        self._buffer = TextBuffer()
-        self._parsing: Generator[None, None, None] = self._read()
-        next(self._parsing)
-
-    def push(self, text: str) -> list[ParsedEvent]:
-        if text:
-            self._buffer.push(text)
-            next(self._parsing)
-        return self._take()
-
-    def finish(self) -> list[ParsedEvent]:
-        """Return the remaining events, when no more text follows."""
-        self._buffer.close()
-        next(self._parsing, None)
-        return self._take()
-
-    def _take(self) -> list[ParsedEvent]:
-        events, self._events = self._events, []
-        return events
+        super().__init__()
 
     def _read(self) -> Parsing[None]:
         buffer, inside, first = self._buffer, self._start is ReasoningStart.INSIDE, ""

@@ -20,9 +20,8 @@ from protocol.sampling import SamplingParams
 from services.frontend.context import AppContext, Context, recorded
 from services.frontend.errors import GONE, APIError, internal_error, invalid
 from services.frontend.model import ServedModel
-from services.frontend.openai.answering import Answering, AnswerRequest
+from services.frontend.openai.answering import NOTHING, OTHER_EVENTS, Answering, AnswerRequest
 from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
-from services.frontend.openai.answers.generation import NOTHING, OTHER_EVENTS
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.parameters.body import decoded, validated
 from services.frontend.openai.prompts.conversation import media_files
@@ -31,11 +30,11 @@ from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handler
 from services.frontend.responses_api import responses
 from services.frontend.responses_api.answers import ResponseEvents, head_json
-from services.frontend.responses_api.background import BackgroundRun, Run
+from services.frontend.responses_api.background import OwnRun, Run
 from services.frontend.responses_api.conversation import chat_request, input_items
 from services.frontend.responses_api.files import Orphan, ResponseFiles, StoredResponse
 from services.frontend.responses_api.items import new_id
-from services.frontend.responses_api.response_file import FileLog, Origin, StoredHead
+from services.frontend.responses_api.response_file import Origin, StoredHead
 from services.frontend.responses_api.schemas import Item, ResponsesRequest
 
 log = logging.getLogger("runahead.frontend")
@@ -174,8 +173,8 @@ async def create(http: HTTPRequest, context: Context) -> Response:
         params = msgspec.msgpack.encode(submissions[0][1])
         text = (await http.body()).decode()
         origin = Origin(text, name, created, pack(prompt.token_ids), params, model.adapter(given.model))
-        events = _required(store).log(tenant, id, turn.head(origin))
-        run = _start(http, context, turn, id, origin, events)
+        run = _required(store).new_run(tenant, id, turn.head(origin))
+        _start(http, context, turn, id, origin, run)
         return _events(run, -1) if given.stream else Response(run.response, media_type="application/json")
     head = head_json(given, id, name, store is not None, created)
     answer, shared = _answer(http, context, turn, head, prompt)
@@ -211,9 +210,9 @@ def _start(
     turn: _Turn,
     id: str,
     origin: Origin,
-    events: FileLog,
+    run: OwnRun,
     orphan: Orphan | None = None,
-) -> BackgroundRun:
+) -> None:
     """Generate a response apart from its connection.
 
     Args:
@@ -226,7 +225,6 @@ def _start(
     params = msgspec.msgpack.decode(origin.params, type=SamplingParams)
     head = head_json(turn.given, id, origin.model, True, origin.created)
     answer, shared = _answer(http, context, turn, head, prompt)
-    run = BackgroundRun(answer, events)
     opening = answer.opening()
     delivered = NOTHING if orphan is None else orphan.content.delivered
     if orphan is not None and orphan.content.opening != opening:
@@ -237,12 +235,10 @@ def _start(
     generating = answering.generation(request, answer, delivered)
     with contextlib.ExitStack() as stack:
         generation = stack.enter_context(generating)
-        events.follow(generation.choices[0], context.engine.ledger, delivered)
-        run.stream = generation.response
+        run.start(answer, generation, context.engine.ledger, delivered)
         if orphan is None:
-            events.write(opening)
+            run.write(opening)
         store.begin(run, _finish(http, answering, run, stack.pop_all().close))
-    return run
 
 
 def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
@@ -253,10 +249,10 @@ def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
         context.answering.begin_record(http)
         given = validated(decoded(orphan.origin.body.encode()), ResponsesRequest)
         turn = _Turn.make(given, orphan.content.head.history, context.model)
-        _start(http, context, turn, orphan.id, orphan.origin, orphan.log, orphan)
+        _start(http, context, turn, orphan.id, orphan.origin, orphan.run, orphan)
     except Exception as error:
         if isinstance(error, APIError) and error.status in (429, 503):
-            orphan.log.release()
+            orphan.run.release()
             raise
         if not isinstance(error, APIError):
             log.exception("a response of a lost frontend cannot go on: id=%s", orphan.id)
@@ -264,7 +260,7 @@ def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
         orphan.fail(error)
 
 
-async def _finish(http: HTTPRequest, answering: Answering, run: BackgroundRun, close: Callable[[], None]) -> None:
+async def _finish(http: HTTPRequest, answering: Answering, run: OwnRun, close: Callable[[], None]) -> None:
     """Generate a response with background, and record its end."""
     failure: APIError | None = APIError(GONE, "the response was cancelled")
     try:

@@ -91,7 +91,7 @@ def test_giant_is_not_stored(tmp_path: Path) -> None:
     giant: Any = {"id": new_id("resp"), "output": []}
     files.add("", StoredHead.of([], text), giant)
     with pytest.raises(APIError, match="larger than the store"):
-        files.log("", new_id("resp"), StoredHead.of([], text, Origin("", "demo", 0, b"", b"")))
+        files.new_run("", new_id("resp"), StoredHead.of([], text, Origin("", "demo", 0, b"", b"")))
     files.prune()
     assert (is_stored(files, "", id), is_stored(files, "", giant["id"])) == (True, False)
 

@@ -11,7 +11,7 @@ from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import GONE, APIError
 from services.frontend.http.asgi_sink import ASGISink
 from services.frontend.http.connection import Connection
-from services.frontend.openai.answers.writers import AnswerWriter
+from services.frontend.openai.answers.chunk import AnswerWriter
 
 
 class StreamEncoder(AnswerWriter, Protocol):

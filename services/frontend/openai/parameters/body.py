@@ -13,9 +13,8 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid
-from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.open_object import HINTS, Neutral, OpenObject
 from services.frontend.openai.schemas.requests import BaseGenerationRequest
-from services.frontend.openai.schemas.unserved import HINTS, Neutral
 
 log = logging.getLogger("runahead.frontend")
 
