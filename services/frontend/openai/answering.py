@@ -22,7 +22,7 @@ from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.openai.answers.choice import Choice, ChoiceContext, Delivered
-from services.frontend.openai.answers.chunk import AnswerCollector, AnswerWriter, Chunk
+from services.frontend.openai.answers.chunk import ChoiceWriter, Chunk, ChunkCollector
 from services.frontend.openai.answers.event_stream import EventStream, StreamEncoder
 from services.frontend.openai.answers.logprobs import ChatLogprobFormatter, LogprobFormatter
 from services.frontend.openai.answers.usage import UsageCounter
@@ -32,15 +32,17 @@ from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest, ScheduledRequest
 from services.frontend.openai.schemas.responses import AnswerHead, PromptLogprobs
 from services.frontend.openai.tasks import ANSWER_PATHS, GENERATE, check_task
-from services.frontend.request_log import EndedRequest, EndedRequestLog
-from services.frontend.request_summary import RequestSummary
+from services.frontend.request_log import EndedRequestLog
+from services.frontend.request_summary import EndedChoice, RequestSummary
 from services.frontend.text.token_texts import TokenTexts
 
 T = TypeVar("T")
 Submission = tuple[Prompt, SamplingParams]
 Body = CompletionRequest | ChatRequest
-TraceExport = Callable[[HTTPRequest, int, str, float], None]
-"""Takes a request that has ended, its status, the message of its error, and its end in monotonic seconds."""
+NextWriter = Callable[[], ChoiceWriter]
+"""Returns the writer of the next choice of a response."""
+TraceExport = Callable[[HTTPRequest], None]
+"""Takes a request that has ended."""
 LONG_ANSWER = 16_384
 """Characters from which a whole answer is parsed on a thread; its reasoning is counted there, 0.6 ms per 1,000."""
 NOTHING = Delivered()
@@ -50,11 +52,11 @@ OTHER_EVENTS = "its frontend is lost, and this one, with another release or othe
 class Generation:
     """Submits one engine request per choice. The caller must close it."""
 
-    def __init__(self, context: ChoiceContext, shared: GenerateRequest, writer: AnswerWriter, interval: int) -> None:
+    def __init__(self, context: ChoiceContext, shared: GenerateRequest, next_writer: NextWriter, interval: int) -> None:
         """`interval`: tokens of a choice that are written together."""
         self.choices: list[Choice] = []
         self.response = ResponseStream(context.engine.flush_queue, shared.request_id, interval)
-        self._context, self._shared, self._writer = context, shared, writer
+        self._context, self._shared, self._next_writer = context, shared, next_writer
 
     def close(self) -> None:
         """Abort the requests that are still open, and count the tokens that they have brought."""
@@ -76,8 +78,7 @@ class Generation:
         summary.prompt_tokens += len(prompt.token_ids)
         summary.params = summary.params or params
         for sample in range(self._context.body.n or 1):
-            writer = self._writer.next_choice()
-            choice = Choice(self.response, self._context, prompt, params, is_first=sample == 0, writer=writer)
+            choice = Choice(self.response, self._context, prompt, params, sample == 0, self._next_writer())
             if choice.replay(delivered.batches) != delivered.written:
                 raise APIError(500, OTHER_EVENTS)
             self._context.engine.submit(choice, prompt.token_ids, params, self._shared, delivered.identity)
@@ -158,7 +159,8 @@ class Answering:
 
     def begin_record(self, http: HTTPRequest) -> None:
         """Start the numbers that `record_end` writes."""
-        http.state.summary = RequestSummary(choices=None if self._export_trace is None else [])
+        choices = None if self._export_trace is None else list[EndedChoice]()
+        http.state.summary = RequestSummary(http.state.request_id, http.scope["path"], choices)
 
     def record_failure(self, http: HTTPRequest, error: Exception) -> None:
         """Record the end of a request without an answer."""
@@ -171,13 +173,11 @@ class Answering:
     def record_end(self, http: HTTPRequest, error: Exception | None) -> None:
         status = 200 if error is None else error.status if isinstance(error, APIError) else 500
         reason = "" if error is None else error.logged if isinstance(error, APIError) else str(error)
-        state, ended = http.state, time.monotonic()
+        http.state.summary.end(status, reason)
         self.metrics.on_request(status)
-        self._log.add(
-            EndedRequest(state.request_id, http.scope["path"], status, reason, state.summary, time.time(), ended)
-        )
+        self._log.add(http.state.summary)
         if self._export_trace is not None:
-            self._export_trace(http, status, reason, ended)
+            self._export_trace(http)
 
     def head(self, body: BaseRequest, prefix: str) -> AnswerHead:
         return {
@@ -206,7 +206,7 @@ class Answering:
 
     @contextlib.contextmanager
     def generation(
-        self, request: AnswerRequest, writer: AnswerWriter, delivered: Delivered = NOTHING
+        self, request: AnswerRequest, next_writer: NextWriter, delivered: Delivered = NOTHING
     ) -> Iterator[Generation]:
         """Submit all choices. They end with this context, or when the client leaves, unless the request is detached.
 
@@ -221,7 +221,7 @@ class Answering:
         formatter = kind(self._texts, bool(request.body.return_tokens_as_token_ids))
         shared = request.usage, formatter, request.body, time.monotonic(), summary
         context = ChoiceContext(self.engine, self.model.tokenizer, self.metrics, *shared)
-        generation = Generation(context, request.shared, writer, interval)
+        generation = Generation(context, request.shared, next_writer, interval)
         fail = generation.response.fail
         watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(request.http, fail)
         with contextlib.closing(generation), watch:
@@ -231,10 +231,15 @@ class Answering:
 
     async def whole(self, request: AnswerRequest) -> tuple[list[Chunk], Generation]:
         """Return all choices, a chunk each, and how they were generated. Raises: APIError"""
-        collector = AnswerCollector()
-        with self.generation(request, collector) as generation:
+        collectors: list[ChunkCollector] = []
+
+        def next_writer() -> ChunkCollector:
+            collectors.append(ChunkCollector())
+            return collectors[-1]
+
+        with self.generation(request, next_writer) as generation:
             await generation.response.last()
-        return collector.answers(), generation
+        return [Chunk.joined(collector.chunks) for collector in collectors], generation
 
     @staticmethod
     async def built(chunks: list[Chunk], build: Callable[[], T]) -> T:
@@ -245,7 +250,7 @@ class Answering:
     async def streamed(self, request: AnswerRequest, encoder: StreamEncoder) -> Response:
         """Return the response when the first outputs have decided its status. Raises: APIError"""
         with contextlib.ExitStack() as stack:
-            generation = stack.enter_context(self.generation(request, encoder))
+            generation = stack.enter_context(self.generation(request, encoder.next_choice))
             first = await generation.response.first()
             close = stack.pop_all().close
 

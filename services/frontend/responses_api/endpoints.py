@@ -232,7 +232,7 @@ def _start(
     http.state.summary.is_detached = True
     shared = replace(shared, lora=origin.lora or shared.lora)
     request = AnswerRequest(http, turn.body, shared, [(prompt, params)], answer.usage)
-    generating = answering.generation(request, answer, delivered)
+    generating = answering.generation(request, answer.next_choice, delivered)
     with contextlib.ExitStack() as stack:
         generation = stack.enter_context(generating)
         run.start(answer, generation, context.engine.ledger, delivered)

@@ -3,7 +3,7 @@ streams; answers that are sent as a whole are collected here."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from services.frontend.openai.schemas.responses import FinishName
 
@@ -61,14 +61,6 @@ class ChoiceWriter(ABC):
     def chunk(self, chunk: Chunk) -> bytes: ...
 
 
-class AnswerWriter(Protocol):
-    """The writers of all choices of one HTTP response."""
-
-    def next_choice(self) -> ChoiceWriter:
-        """Return the writer of the next choice."""
-        ...
-
-
 class ChunkCollector(ChoiceWriter):
     """Keeps the chunks of a choice whose answer is sent as a whole."""
 
@@ -78,17 +70,3 @@ class ChunkCollector(ChoiceWriter):
     def chunk(self, chunk: Chunk) -> bytes:
         self.chunks.append(chunk)
         return b""
-
-
-class AnswerCollector:
-    """Keeps the chunks of all choices of a response that is not streamed."""
-
-    def __init__(self) -> None:
-        self._choices: list[ChunkCollector] = []
-
-    def next_choice(self) -> ChunkCollector:
-        self._choices.append(ChunkCollector())
-        return self._choices[-1]
-
-    def answers(self) -> list[Chunk]:
-        return [Chunk.joined(choice.chunks) for choice in self._choices]

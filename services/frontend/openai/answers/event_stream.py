@@ -11,11 +11,15 @@ from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import GONE, APIError
 from services.frontend.http.asgi_sink import ASGISink
 from services.frontend.http.connection import Connection
-from services.frontend.openai.answers.chunk import AnswerWriter
+from services.frontend.openai.answers.chunk import ChoiceWriter
 
 
-class StreamEncoder(AnswerWriter, Protocol):
+class StreamEncoder(Protocol):
     """Writes the events of one HTTP response."""
+
+    def next_choice(self) -> ChoiceWriter:
+        """Return the writer of the next choice."""
+        ...
 
     def opening(self) -> bytes:
         """Return the events that precede any text."""
