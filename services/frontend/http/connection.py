@@ -172,18 +172,8 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         body = invalid("this is not a valid HTTP request").encoded()
-        headers: list[tuple[bytes, bytes]] = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        events: list[Any] = [
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ]
-        for event in events:
-            self.transport.write(self.conn.send(event) or b"")
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close"
+        self.transport.write(head % len(body) + b"\r\n\r\n" + body)
         self.transport.close()
 
 
