@@ -5,6 +5,7 @@ Between two requests most of this code has left the processor's caches, so a lin
 
 import asyncio
 import logging
+from functools import partial
 
 from services.frontend.metrics import outcome_of
 from services.frontend.request_summary import RequestSummary
@@ -48,7 +49,7 @@ class EndRecord(logging.LogRecord):
     relativeCreated = 0.0  # noqa: N815
 
     def __init__(self, request: RequestSummary) -> None:
-        self.name, self._request = log.name, request
+        self.name = log.name
         self.created = request.at
         self.msecs = request.at % 1 * 1000
         reason = f": {request.reason}" if request.reason else ""
@@ -56,16 +57,17 @@ class EndRecord(logging.LogRecord):
             f"request {outcome_of(request.status)}: request_id={request.request_id} status={request.status} "
             f"route={request.route} {request.text()}{reason}"
         )
+        self.fields = partial(_fields, request)
 
-    def fields(self) -> dict[str, object]:
-        """Return the members of the line in JSON."""
-        request = self._request
-        found: dict[str, object] = {
-            "outcome": outcome_of(request.status),
-            "request_id": request.request_id,
-            "status": request.status,
-            "route": request.route,
-        }
-        if request.engines:
-            found["engines"] = [*request.engines]
-        return {**found, **request.fields()}
+
+def _fields(request: RequestSummary) -> dict[str, object]:
+    """Return the members of the line in JSON."""
+    found: dict[str, object] = {
+        "outcome": outcome_of(request.status),
+        "request_id": request.request_id,
+        "status": request.status,
+        "route": request.route,
+    }
+    if request.engines:
+        found["engines"] = [*request.engines]
+    return {**found, **request.fields()}
