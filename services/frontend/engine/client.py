@@ -100,7 +100,7 @@ class EngineClient:
         settings = silence, patience, security, tokenizer
 
         def make(address: EngineAddress) -> ConnectedEngine:
-            callbacks = self.engines.on_engine, self.owners.on_finish, self.engines.on_blocks
+            callbacks = self.engines.on_engine, self.owners.on_finish, self.owners.on_blocks
             return ConnectedEngine(address, self.ledger, *settings, self.recoveries, *callbacks)
 
         self.owners = Owners(make, self.ledger, self.placement, steps)

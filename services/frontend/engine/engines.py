@@ -14,7 +14,7 @@ from services.frontend.engine.connection import CHECK_INTERVAL
 from services.frontend.engine.engine import ConnectedEngine
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.errors import APIError
-from services.frontend.placement import LoadAhead, Placement
+from services.frontend.placement import Placement
 from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
@@ -32,7 +32,6 @@ class Engines(dict[str, ConnectedEngine]):
         placement: receives the reports of engines.
         steps: receives the step records of one engine; None: they are not subscribed to.
         on_change: called when requests may have to be placed, moved or sent.
-        on_ahead: called when an engine has completed blocks of a prompt that it computes for another one.
     """
 
     def __init__(
@@ -42,11 +41,10 @@ class Engines(dict[str, ConnectedEngine]):
         placement: Placement,
         steps: StepRing | None,
         on_change: Callable[[], None],
-        on_ahead: Callable[[LoadAhead], None],
     ) -> None:
         super().__init__()
         self._make, self._ledger, self._placement = make, ledger, placement
-        self._steps, self._on_change, self._on_ahead = steps, on_change, on_ahead
+        self._steps, self._on_change = steps, on_change
         self._connections: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         """Set while connections are made."""
@@ -190,16 +188,6 @@ class Engines(dict[str, ConnectedEngine]):
         if primary is None or not primary.ready or primary.identity != self.identity:
             self.elect()
         self._on_change()
-
-    def on_blocks(self, engine: ConnectedEngine, stored: list[bytes], removed: list[bytes] | None) -> None:
-        """An engine has sent what its prefix cache holds from now on, and no longer; None: no block of before."""
-        name = engine.name
-        if removed is None:
-            self._placement.on_blocks_cleared(name)
-        elif removed:
-            self._placement.on_blocks_removed(name, removed)
-        for ahead in self._placement.on_blocks_stored(name, stored) if stored else ():
-            self._on_ahead(ahead)
 
     def drain(self, name: str, draining: bool = True) -> None:
         """Let the streams of an engine move to others, and send it no new ones; or take that back.

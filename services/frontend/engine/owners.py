@@ -49,7 +49,7 @@ class Owners:
     """Carries out what placement decides.
 
     Args:
-        make: makes an engine of an address, which calls `on_finish`.
+        make: makes an engine of an address, which calls `on_finish` and `on_blocks`.
         ledger, placement, steps: as of `Engines`.
     """
 
@@ -61,7 +61,7 @@ class Owners:
         steps: StepRing | None,
     ) -> None:
         self._ledger, self._placement = ledger, placement
-        self.engines = Engines(make, ledger, placement, steps, self.settle, self._load_ahead)
+        self.engines = Engines(make, ledger, placement, steps, self.settle)
         self._numbers = itertools.count(1)
         self.decisions = Counter[tuple[str, str, str]]()
         """Decisions over all time: what was decided, the engine that it is about ("": none), and the reason."""
@@ -145,6 +145,16 @@ class Owners:
             entry.request.request_id, entry.request.number, len(entry.stream.output), move.source, move.target,
             move.reason,
         )  # fmt: skip
+
+    def on_blocks(self, engine: ConnectedEngine, stored: list[bytes], removed: list[bytes] | None) -> None:
+        """An engine has sent what its prefix cache holds from now on, and no longer; None: no block of before."""
+        name = engine.name
+        if removed is None:
+            self._placement.on_blocks_cleared(name)
+        elif removed:
+            self._placement.on_blocks_removed(name, removed)
+        for ahead in self._placement.on_blocks_stored(name, stored) if stored else ():
+            self._load_ahead(ahead)
 
     def _load_ahead(self, ahead: LoadAhead) -> None:
         """Let an engine fetch the blocks of a prompt that are complete, before its stream moves there."""

@@ -99,8 +99,9 @@ class Connection(H11Protocol):
         finally:
             joined.flush()
 
-    def body_writer(self) -> Callable[[bytes], None]:
-        """Return a function that writes bytes, at least one, of the body of the response in progress.
+    @property
+    def write(self) -> Callable[[bytes], None]:
+        """Function that writes bytes, at least one, of the body of the response in progress.
 
         It writes the same bytes as ASGI's `send`, past the middlewares and h11, which would double the cost of a token.
         h11 does not count the bytes of a chunked body, so its state stays valid.

@@ -78,17 +78,9 @@ class ThinkParser(TextParser):
 
     def _inside(self, first: str) -> Parsing[None]:
         """Read up to and with the closing tag, or to the end of the text."""
-        trimmer, begun = Trimmer(self._tags.space), False
-
-        def add(text: str) -> None:
-            nonlocal begun
-            shown = trimmer.push(text, begun)
-            begun = begun or bool(shown)
-            self._add(Reasoning(shown))
-
-        if first:
-            add(first)
-        yield from pass_until(self._buffer, self._tags.closing, add)
+        trimmer = Trimmer(self._tags.space)
+        self._add(Reasoning(trimmer.push(first)))
+        yield from pass_until(self._buffer, self._tags.closing, lambda text: self._add(Reasoning(trimmer.push(text))))
 
     def _add(self, event: Content | Reasoning) -> None:
         if event.text:

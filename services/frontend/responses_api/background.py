@@ -24,7 +24,6 @@ from services.frontend.responses_api.response_file import (
     StoredLine,
     follow_file,
     not_written,
-    write_all,
 )
 from services.frontend.responses_api.responses import ResponseObject
 
@@ -117,9 +116,6 @@ class OwnRun:
         if self._stream is not None:
             self._stream.fail(error)
 
-    def body_writer(self) -> Callable[[bytes], None]:
-        return self.write
-
     def write(self, data: bytes, response: bytes = b"") -> None:
         """Add complete events. With the last ones comes the response, as JSON.
 
@@ -155,8 +151,10 @@ class OwnRun:
             self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             line = msgspec.json.encode(self.head) + b"\n" + line
-        write_all(self._lock, line)
-        self._on_growth(len(line))
+        size = len(line)
+        while line:
+            line = line[os.write(self._lock, line) :]
+        self._on_growth(size)
 
     def _on_error(self, error: OSError, data: bytes) -> None:
         """Give up the file, so that no other frontend goes on from it."""

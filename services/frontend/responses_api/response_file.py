@@ -126,12 +126,6 @@ class FileContent:
         return Delivered(batches, "".join(line.events for line in self.lines[1:]).encode(), identity)
 
 
-def write_all(file: int, data: bytes) -> None:
-    """Raises: OSError"""
-    while data:
-        data = data[os.write(file, data) :]
-
-
 def not_written(path: Path, error: OSError) -> APIError:
     why = error.strerror or str(error)
     log.error("a response cannot be stored in %s: %s", path.parent.parent, why)

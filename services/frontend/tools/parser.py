@@ -79,7 +79,7 @@ class ToolParser(TextParser):
         self._held = ""
         """The beginning of an escape, or of a surrogate pair, at their end."""
         self._trimmer = Trimmer()
-        self._has_content = self._has_calls = False
+        self._has_calls = False
         self._is_after_call = False
         """True while only white space has followed a complete call."""
         super().__init__()
@@ -129,10 +129,9 @@ class ToolParser(TextParser):
     # Parts of formats.
 
     def _content(self, text: str) -> None:
-        begun = self._has_content or not self._has_calls
-        if shown := self._trimmer.push(text, begun):
+        if shown := self._trimmer.push(text, keeps_begin=not self._has_calls):
             self._events.append(Content(shown))
-            self._has_content, self._is_after_call = True, False
+            self._is_after_call = False
 
     def _content_until(self, *markers: str) -> Parsing[str]:
         """Read content up to one of `markers`; return the marker, "" at the end of the text.

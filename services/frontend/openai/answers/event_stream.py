@@ -65,7 +65,7 @@ class EventStream(Response):
                     last = self._encoder.opening() + self._first
                     if self._stream.num_open:
                         if last:
-                            sink.body_writer()(last)
+                            sink.write(last)
                         last = await self._stream.last(sink)
                 last += self._encoder.closing()
                 failure = None
