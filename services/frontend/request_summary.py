@@ -1,4 +1,4 @@
-"""What is known of one HTTP request for its log line and its trace."""
+"""Data of one HTTP request for its log line and its trace."""
 
 import time
 from collections.abc import Sequence
