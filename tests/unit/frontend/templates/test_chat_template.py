@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.frontend.errors import APIError
-from services.frontend.templates.chat_template import ChatTemplate, Conversation, find_template
-from services.frontend.templates.jobs import Rendered, RenderJob, TemplateSources
+from services.frontend.templates.chat_template import ChatTemplate, find_template
+from services.frontend.templates.jobs import Conversation, Rendered, TemplateSources
 from services.frontend.templates.renderer import Renderer
 from services.frontend.templates.sandbox import Sandbox, TemplateLimit
 from services.frontend.text.tokenizer import Tokenizer
@@ -180,7 +180,7 @@ def test_renderer_that_was_killed_while_idle_is_replaced() -> None:
     others = set(psutil.Process().children())
     renderer = Renderer(TemplateSources("{{ messages[0].role }}", None, {}))
     (process,) = set(psutil.Process().children()) - others
-    job = RenderJob(MESSAGES, None, True, {}, 1.0)
+    job = Conversation(MESSAGES)
     assert renderer.render(job) == Rendered("system")
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
