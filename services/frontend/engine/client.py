@@ -27,6 +27,7 @@ from protocol.security import LOCAL, Security
 from services.frontend.engine.addresses import EngineAddress, follow
 from services.frontend.engine.availability import NOT_CONNECTED, Recovery
 from services.frontend.engine.engine import ConnectedEngine
+from services.frontend.engine.engines import Engines
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.owners import Owners
 from services.frontend.engine.streams import FlushQueue, RequestStream
@@ -103,8 +104,8 @@ class EngineClient:
             callbacks = self.engines.on_engine, self.owners.on_finish, self.owners.on_blocks
             return ConnectedEngine(address, self.ledger, *settings, self.recoveries, *callbacks)
 
-        self.owners = Owners(make, self.ledger, self.placement, steps)
-        self.engines = self.owners.engines
+        self.engines = Engines(make, self.ledger, self.placement, steps, lambda: self.owners.settle())
+        self.owners = Owners(self.engines, self.ledger, self.placement)
         self.engines.set_addresses(addresses)
 
     @property
