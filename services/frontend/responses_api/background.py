@@ -211,6 +211,10 @@ class OthersRun:
     """Goes on with the response if its frontend is lost; returns False if not. Raises: APIError"""
 
     @property
+    def head(self) -> StoredHead:
+        return self.content.head
+
+    @property
     def response(self) -> bytes:
         return FileContent(self.path.read_bytes()).response
 

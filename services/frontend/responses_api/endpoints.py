@@ -32,7 +32,7 @@ from services.frontend.responses_api import responses
 from services.frontend.responses_api.answers import ResponseEvents, head_json
 from services.frontend.responses_api.background import OwnRun, Run
 from services.frontend.responses_api.conversation import chat_request, input_items
-from services.frontend.responses_api.files import Orphan, ResponseFiles, StoredResponse
+from services.frontend.responses_api.files import Orphan, ResponseFiles, Stored, conversation_of, run_of
 from services.frontend.responses_api.items import new_id
 from services.frontend.responses_api.response_file import Origin, StoredHead
 from services.frontend.responses_api.schemas import Item, ResponsesRequest
@@ -60,7 +60,7 @@ async def retrieve(
 ) -> Response:
     found = _found(http, context, id)
     if stream:
-        return _events(found.run("stream"), -1 if starting_after is None else starting_after)
+        return _events(run_of(found, "stream"), -1 if starting_after is None else starting_after)
     if starting_after is not None:
         raise invalid("starting_after is only allowed when stream is true", "starting_after")
     return Response(found.response, media_type="application/json")
@@ -73,7 +73,7 @@ async def retrieve(
     responses=_STORED,
 )
 async def cancel(http: HTTPRequest, context: Context, id: ResponseId) -> Response:
-    run = _found(http, context, id).run()
+    run = run_of(_found(http, context, id))
     await run.cancel()
     return Response(run.response, media_type="application/json")
 
@@ -94,7 +94,7 @@ async def list_input_items(
     after: Annotated[str | None, Query(max_length=512)] = None,
 ) -> responses.InputItemList:
     """The latest item is first, unless `order` is asc; the items behind the one with the id `after`."""
-    items = _found(http, context, id).given()
+    items = _found(http, context, id).head.given()
     written = [item.model_dump(mode="json", exclude_none=True) for item in items]
     data = [{**item, "id": f"{id}_{number}"} for number, item in enumerate(written)]
     if order == "desc":
@@ -109,7 +109,7 @@ async def list_input_items(
     return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(data) > limit}
 
 
-def _found(http: HTTPRequest, context: AppContext, id: str, param: str | None = None) -> StoredResponse:
+def _found(http: HTTPRequest, context: AppContext, id: str, param: str | None = None) -> Stored:
     """Return a stored response. One of a lost frontend goes on here. Raises: APIError"""
     go_on = partial(_go_on, http, context)
     return _required(context.responses, param).get(http.state.tenant, id, param, go_on)
@@ -274,7 +274,7 @@ def _history(http: HTTPRequest, context: AppContext, given: ResponsesRequest) ->
     """Return the items of the earlier turns. Raises: APIError"""
     if given.previous_response_id is None:
         return ()
-    return _found(http, context, given.previous_response_id, "previous_response_id").items()
+    return conversation_of(_found(http, context, given.previous_response_id, "previous_response_id"))
 
 
 def _keep(store: ResponseFiles | None, tenant: str, turn: _Turn, response: responses.ResponseObject) -> None:

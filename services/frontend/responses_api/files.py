@@ -73,41 +73,29 @@ GoOn = Callable[[Orphan], None]
 """Starts the run of a response from its orphan, or ends it. Raises: APIError, if neither can be done now"""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """A stored response, which clients may continue by `previous_response_id`."""
+Stored = response_file.FileContent | Run
+"""A stored response, which clients may continue by `previous_response_id`. One that was created with `background` is a
+run, which may grow."""
 
-    head: response_file.StoredHead
-    written: bytes | Run
-    """The response; that of one which was created with `background` may grow."""
 
-    @property
-    def response(self) -> bytes:
-        """The response as it is now."""
-        return self.written if isinstance(self.written, bytes) else self.written.response
+def conversation_of(stored: Stored) -> list[Item]:
+    """Return the conversation up to and with the answer. Raises: APIError, if the answer is not whole"""
+    response = msgspec.json.decode(stored.response)
+    if response.get("status") in _NOT_CONTINUED:
+        raise invalid(
+            f"the response is {response['status']}; only one that is completed or incomplete can be continued",
+            "previous_response_id",
+        )
+    return stored.head.items() + response_file.ITEM_LIST.validate_python(response["output"])
 
-    def items(self) -> list[Item]:
-        """Return the conversation up to and with the answer. Raises: APIError, if the answer is not whole"""
-        response = msgspec.json.decode(self.response)
-        if response.get("status") in _NOT_CONTINUED:
-            raise invalid(
-                f"the response is {response['status']}; only one that is completed or incomplete can be continued",
-                "previous_response_id",
-            )
-        return self.head.items() + response_file.ITEM_LIST.validate_python(response["output"])
 
-    def run(self, param: str | None = None) -> Run:
-        """Return the run of a response with `background`. Raises: APIError, if it is another one"""
-        if isinstance(self.written, bytes):
-            raise invalid(
-                "this response was not created with background; its events were not kept, and it cannot be cancelled",
-                param,
-            )
-        return self.written
-
-    def given(self) -> list[Item]:
-        """Return the items of this turn's request."""
-        return self.head.items()[-self.head.num_given :]
+def run_of(stored: Stored, param: str | None = None) -> Run:
+    """Return the run of a response with `background`. Raises: APIError, if it is another one"""
+    if isinstance(stored, response_file.FileContent):
+        raise invalid(
+            "this response was not created with background; its events were not kept, and it cannot be cancelled", param
+        )
+    return stored
 
 
 def not_stored(id: str, param: str | None) -> APIError:
@@ -205,7 +193,7 @@ class ResponseFiles:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def get(self, tenant: str, id: str, param: str | None = None, go_on: GoOn | None = None) -> StoredResponse:
+    def get(self, tenant: str, id: str, param: str | None = None, go_on: GoOn | None = None) -> Stored:
         """Return a response of any frontend.
 
         Args:
@@ -218,17 +206,14 @@ class ResponseFiles:
         def take_up() -> bool:
             return path not in self._runs and go_on is not None and self._take_up(path, id, param, go_on)
 
-        written: bytes | Run
         if (own := self._runs.get(path)) is not None and path.exists():
-            head, written = own.head, own
-        else:
-            content = response_file.FileContent(self._read(path, id, param))
-            head, written = content.head, content.last
-            if head.origin is not None:
-                if not content.last:
-                    take_up()
-                written = self._runs.get(path) or OthersRun(path, content, take_up)
-        return StoredResponse(head, written)
+            return own
+        content = response_file.FileContent(self._read(path, id, param))
+        if content.head.origin is None:
+            return content
+        if not content.last:
+            take_up()
+        return self._runs.get(path) or OthersRun(path, content, take_up)
 
     def _read(self, path: Path, id: str, param: str | None) -> bytes:
         """Raises: APIError"""

@@ -62,6 +62,10 @@ class StoredHead(msgspec.Struct):
     def items(self) -> list[Item]:
         return ITEM_LIST.validate_json(bytes(self.conversation))
 
+    def given(self) -> list[Item]:
+        """Return the items of this turn's request."""
+        return self.items()[-self.num_given :]
+
     @property
     def history(self) -> list[Item]:
         """Items of the earlier turns."""
