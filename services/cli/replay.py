@@ -6,8 +6,8 @@ from pathlib import Path
 from services.cli.settings import ConfigurationError, refusing
 from services.config import ReplayConfig
 from services.frontend.engine.placement_recording import read_recordings
-from services.frontend.placement import Move, records
-from services.frontend.placement.decisions import Decision
+from services.frontend.placement import Decision, Move
+from services.frontend.placement.records import Record
 from services.frontend.placement.replay import first_difference
 from services.plugins import PluginError
 from services.scheduler.recording import EventRecording, RecordingError, Replay, describe
@@ -62,7 +62,7 @@ def _prove(recording: EventRecording) -> int:
 
 def _prove_placement(path: Path) -> int:
     """Replay a file of --record-placement. Raises: ConfigurationError"""
-    recording: list[records.Record] = []
+    recording: list[Record] = []
     with refusing(OSError, ValueError, PluginError):
         for recording in read_recordings(path):
             if (difference := first_difference(recording)) is not None:

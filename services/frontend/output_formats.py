@@ -10,17 +10,17 @@ from services.config import FrontendConfig
 from services.config.frontend import ReasoningFormat, ToolCallFormat
 from services.frontend.reasoning.think import THINK, ReasoningStart, ReasoningTags
 from services.frontend.text.tokenizer import Tokenizer
-from services.frontend.tools.deepseek_v3 import DeepSeekV3Parser
-from services.frontend.tools.glm45 import Glm45Parser
-from services.frontend.tools.granite import GraniteParser
 from services.frontend.tools.harmony import HarmonyParser
-from services.frontend.tools.hermes import HermesParser
-from services.frontend.tools.llama3_json import Llama3JSONParser
-from services.frontend.tools.llama4_pythonic import Llama4PythonicParser
-from services.frontend.tools.mistral import MistralParser
+from services.frontend.tools.json_calls import (
+    DeepSeekV3Parser,
+    GraniteParser,
+    HermesParser,
+    Llama3JSONParser,
+    MistralParser,
+    Phi4MiniParser,
+)
 from services.frontend.tools.parser import ToolParser
-from services.frontend.tools.phi4_mini_json import Phi4MiniParser
-from services.frontend.tools.qwen3_xml import Qwen3XMLParser
+from services.frontend.tools.tagged_calls import Glm45Parser, Llama4PythonicParser, Qwen3XMLParser
 
 log = logging.getLogger("runahead.frontend")
 

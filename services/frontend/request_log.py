@@ -5,7 +5,7 @@ Between two requests most of this code has left the processor's caches, so a lin
 
 import asyncio
 import logging
-from typing import NamedTuple
+from functools import partial
 
 from services.frontend.metrics import outcome_of
 from services.frontend.request_summary import RequestSummary
@@ -16,36 +16,11 @@ DELAY = 0.05
 """Seconds between the end of a request and its line, at most."""
 
 
-class EndedRequest(NamedTuple):
-    request_id: str
-    route: str
-    status: int
-    reason: str
-    """Message of the error; "" without one."""
-    summary: RequestSummary
-    at: float
-    """Seconds since 1970."""
-    ended: float
-    """Monotonic seconds."""
-
-    def fields(self) -> dict[str, object]:
-        """Return the members of the line in JSON."""
-        request: dict[str, object] = {
-            "outcome": outcome_of(self.status),
-            "request_id": self.request_id,
-            "status": self.status,
-            "route": self.route,
-        }
-        if self.summary.engines:
-            request["engines"] = [*self.summary.engines]
-        return {**request, **self.summary.fields(self.ended)}
-
-
 class EndedRequestLog:
     def __init__(self) -> None:
-        self._ended: list[EndedRequest] = []
+        self._ended: list[RequestSummary] = []
 
-    def add(self, request: EndedRequest) -> None:
+    def add(self, request: RequestSummary) -> None:
         """Write the line soon."""
         if not log.isEnabledFor(logging.INFO):
             return
@@ -73,13 +48,26 @@ class EndRecord(logging.LogRecord):
     pathname, filename, module, funcName, lineno = __file__, "request_log.py", __name__, "flush", 0  # noqa: N815
     relativeCreated = 0.0  # noqa: N815
 
-    def __init__(self, request: EndedRequest) -> None:
+    def __init__(self, request: RequestSummary) -> None:
         self.name = log.name
         self.created = request.at
         self.msecs = request.at % 1 * 1000
         reason = f": {request.reason}" if request.reason else ""
         self.msg = (
             f"request {outcome_of(request.status)}: request_id={request.request_id} status={request.status} "
-            f"route={request.route} {request.summary.text(request.ended)}{reason}"
+            f"route={request.route} {request.text()}{reason}"
         )
-        self.fields = request.fields
+        self.fields = partial(_fields, request)
+
+
+def _fields(request: RequestSummary) -> dict[str, object]:
+    """Return the members of the line in JSON."""
+    found: dict[str, object] = {
+        "outcome": outcome_of(request.status),
+        "request_id": request.request_id,
+        "status": request.status,
+        "route": request.route,
+    }
+    if request.engines:
+        found["engines"] = [*request.engines]
+    return {**found, **request.fields()}

@@ -1,4 +1,4 @@
-"""Numbers of one HTTP request for its log line and its trace."""
+"""Data of one HTTP request for its log line and its trace."""
 
 import time
 from collections.abc import Sequence
@@ -33,6 +33,10 @@ class EndedChoice(NamedTuple):
 
 @dataclass(slots=True)
 class RequestSummary:
+    request_id: str
+    route: str
+    choices: list[EndedChoice] | None = None
+    """None, if no traces are exported."""
     started: float = field(default_factory=time.monotonic)
     """Monotonic seconds when the request arrived."""
     prompt_tokens: int = 0
@@ -46,10 +50,19 @@ class RequestSummary:
     """Names of the engines that it was placed on, if there are several."""
     params: SamplingParams | None = None
     """Parameters of the first choice."""
-    choices: list[EndedChoice] | None = None
-    """None, if no traces are exported."""
     is_detached: bool = False
     """True if the request goes on after its response."""
+    status: int = 0
+    reason: str = ""
+    """Message of the error; "" without one."""
+    at: float = 0.0
+    """When it ended: seconds since 1970."""
+    seconds: float = 0.0
+    """From its arrival to its end."""
+
+    def end(self, status: int, reason: str) -> None:
+        self.status, self.reason = status, reason
+        self.at, self.seconds = time.time(), time.monotonic() - self.started
 
     def on_first_token(self, now: float) -> None:
         if self.first_token is None:
@@ -64,21 +77,21 @@ class RequestSummary:
         if self.choices is not None:
             self.choices.append(choice)
 
-    def text(self, now: float) -> str:
-        """Return the numbers that are known, for people. `now`: monotonic seconds."""
+    def text(self) -> str:
+        """Return the numbers that are known, for people."""
         queued = "" if self.queued is None else f" queue_seconds={self.queued:.3f}"
         first = "" if self.first_token is None else f" first_token_seconds={self.first_token:.3f}"
         tokens = f"prompt_tokens={self.prompt_tokens} output_tokens={self.output_tokens}"
         engines = f" engines={','.join(self.engines)}" if self.engines else ""
-        return f"{tokens}{queued}{first}{engines} seconds={now - self.started:.3f}"
+        return f"{tokens}{queued}{first}{engines} seconds={self.seconds:.3f}"
 
-    def fields(self, now: float) -> dict[str, float]:
-        """Return the numbers that are known by their names. `now`: monotonic seconds."""
+    def fields(self) -> dict[str, float]:
+        """Return the numbers that are known by their names."""
         known: dict[str, float | None] = {
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "queue_seconds": self.queued,
             "first_token_seconds": self.first_token,
-            "seconds": now - self.started,
+            "seconds": self.seconds,
         }
         return {name: round(value, 3) for name, value in known.items() if value is not None}

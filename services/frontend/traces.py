@@ -75,17 +75,17 @@ class TraceExporter:
         """Export what is left."""
         self._provider.shutdown()
 
-    def export(self, http: HTTPRequest, status: int, error: str, now: float) -> None:
-        """Add the trace of a request that has ended. `now`: monotonic seconds."""
+    def export(self, http: HTTPRequest) -> None:
+        """Add the trace of a request that has ended."""
         summary: RequestSummary = http.state.summary
+        ended = summary.started + summary.seconds
         offset = time.time() - time.monotonic()
 
         def wall(moment: float) -> int:
             """Convert monotonic seconds to nanoseconds since 1970."""
             return int((moment + offset) * 1e9)
 
-        route = http.scope["path"]
-        operation = _OPERATIONS.get(route, "embeddings")
+        operation = _OPERATIONS.get(summary.route, "embeddings")
         span = self._tracer.start_span(
             f"{operation} {self._model}",
             context=self._parent(http),
@@ -94,16 +94,16 @@ class TraceExporter:
             attributes={
                 "gen_ai.operation.name": operation,
                 "http.request.method": "POST",
-                "http.route": route,
-                "http.response.status_code": status,
-                **self._request_attributes(http.state.request_id, summary, now),
+                "http.route": summary.route,
+                "http.response.status_code": summary.status,
+                **self._request_attributes(summary),
             },
         )
-        if status >= 500:
-            span.set_attribute("error.type", str(status))
-            span.set_status(StatusCode.ERROR, error)
+        if summary.status >= 500:
+            span.set_attribute("error.type", str(summary.status))
+            span.set_status(StatusCode.ERROR, summary.reason)
         engines = summary.engines
-        recoveries = [event for event in self._engine.recoveries if summary.started <= event.at <= now]
+        recoveries = [event for event in self._engine.recoveries if summary.started <= event.at <= ended]
         recoveries = [event for event in recoveries if not engines or event.engine in engines]
         for event in recoveries:
             named = {"runahead.reason": event.reason, "runahead.engine": event.engine}
@@ -111,26 +111,26 @@ class TraceExporter:
         below = set_span_in_context(span)
         for index, choice in enumerate(summary.choices or ()):
             self._add_phases(below, index, choice, wall)
-        span.end(wall(now))
+        span.end(wall(ended))
 
     def _parent(self, http: HTTPRequest) -> Context | None:
         names = ("traceparent", "tracestate")
         carrier = {name: value for name in names if (value := http.headers.get(name)) is not None}
         return self._propagator.extract(carrier) if carrier else None
 
-    def _request_attributes(self, request_id: str, summary: RequestSummary, now: float) -> Attributes:
+    def _request_attributes(self, summary: RequestSummary) -> Attributes:
         """Return attributes of the GenAI conventions, and those that vLLM adds to them."""
         params = summary.params
         found: dict[str, str | int | float | list[str] | None] = {
             "gen_ai.provider.name": "runahead",
             "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,
-            "gen_ai.request.id": request_id,
+            "gen_ai.request.id": summary.request_id,
             "gen_ai.usage.input_tokens": summary.prompt_tokens,
             "gen_ai.usage.output_tokens": summary.output_tokens,
             "gen_ai.usage.prompt_tokens": summary.prompt_tokens,
             "gen_ai.usage.completion_tokens": summary.output_tokens,
-            "gen_ai.latency.e2e": now - summary.started,
+            "gen_ai.latency.e2e": summary.seconds,
             "gen_ai.latency.time_to_first_token": summary.first_token,
             "gen_ai.latency.time_in_queue": summary.queued,
             "gen_ai.request.max_tokens": None if params is None else params.max_tokens,

@@ -9,10 +9,9 @@ import msgspec
 from services.frontend.anthropic.schemas import AnthropicUsage, MessageEnding, MessageHead, MessageResponse, StopReason
 from services.frontend.errors import APIError, anthropic_body
 from services.frontend.openai.answers.chat_output import AnswerParser
-from services.frontend.openai.answers.chunk import Chunk
+from services.frontend.openai.answers.chunk import ChoiceWriter, Chunk
 from services.frontend.openai.answers.events import one_line
 from services.frontend.openai.answers.usage import UsageCounter
-from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
 
 JSON = dict[str, Any]

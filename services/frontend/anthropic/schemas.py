@@ -6,10 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from services.frontend.openai.schemas import fields
-from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.open_object import Neutral, OpenObject
 from services.frontend.openai.schemas.requests import BaseRequest, SampledRequest, unserved_by
 from services.frontend.openai.schemas.responses import Natural
-from services.frontend.openai.schemas.unserved import Neutral
 
 
 class TextBlock(OpenObject):

@@ -27,6 +27,7 @@ from protocol.security import LOCAL, Security
 from services.frontend.engine.addresses import EngineAddress, follow
 from services.frontend.engine.availability import NOT_CONNECTED, Recovery
 from services.frontend.engine.engine import ConnectedEngine
+from services.frontend.engine.engines import Engines
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.owners import Owners
 from services.frontend.engine.streams import FlushQueue, RequestStream
@@ -100,11 +101,11 @@ class EngineClient:
         settings = silence, patience, security, tokenizer
 
         def make(address: EngineAddress) -> ConnectedEngine:
-            callbacks = self.engines.on_engine, self.owners.on_finish, self.engines.on_blocks
+            callbacks = self.engines.on_engine, self.owners.on_finish, self.owners.on_blocks
             return ConnectedEngine(address, self.ledger, *settings, self.recoveries, *callbacks)
 
-        self.owners = Owners(make, self.ledger, self.placement, steps)
-        self.engines = self.owners.engines
+        self.engines = Engines(make, self.ledger, self.placement, steps, lambda: self.owners.settle())
+        self.owners = Owners(self.engines, self.ledger, self.placement)
         self.engines.set_addresses(addresses)
 
     @property
@@ -161,17 +162,8 @@ class EngineClient:
 
         Raises: HandshakeRefused, if the only engine, or this frontend, refuses the connection
         """
-        if source is None:
-            await self.engines.run(self._check)
-            return
-        following = follow(source, self._security, self.engines.set_addresses)
-        running = [asyncio.create_task(self.engines.run(self._check)), asyncio.create_task(following)]
-        try:
-            await asyncio.gather(*running)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
+        following = None if source is None else follow(source, self._security, self.engines.set_addresses)
+        await self.engines.run(self._check, following)
 
     def _check(self, now: float) -> None:
         """Notice engines that do not come back and requests without progress. `now`: monotonic seconds."""

@@ -4,7 +4,8 @@ checked against."""
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from protocol.silence import SIGN_INTERVAL
 from protocol.transport import HandshakeRefused
@@ -13,7 +14,7 @@ from services.frontend.engine.connection import CHECK_INTERVAL
 from services.frontend.engine.engine import ConnectedEngine
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.errors import APIError
-from services.frontend.placement import LoadAhead, Placement
+from services.frontend.placement import Placement
 from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
@@ -31,7 +32,6 @@ class Engines(dict[str, ConnectedEngine]):
         placement: receives the reports of engines.
         steps: receives the step records of one engine; None: they are not subscribed to.
         on_change: called when requests may have to be placed, moved or sent.
-        on_ahead: called when an engine has completed blocks of a prompt that it computes for another one.
     """
 
     def __init__(
@@ -41,50 +41,50 @@ class Engines(dict[str, ConnectedEngine]):
         placement: Placement,
         steps: StepRing | None,
         on_change: Callable[[], None],
-        on_ahead: Callable[[LoadAhead], None],
     ) -> None:
         super().__init__()
         self._make, self._ledger, self._placement = make, ledger, placement
-        self._steps, self._on_change, self._on_ahead = steps, on_change, on_ahead
+        self._steps, self._on_change = steps, on_change
         self._connections: dict[str, asyncio.Task[None]] = {}
-        self._ended: asyncio.Future[None] | None = None
-        """Set while connections are made: ends with the refusal of the only engine, or a bug."""
+        self._tasks: asyncio.TaskGroup | None = None
+        """Set while connections are made."""
         self.primary: ConnectedEngine | None = None
         """The engine whose sizes hold for new requests."""
         self.identity = ""
         """Identity of the engines that get new requests; "": that of the first one that serves."""
 
-    async def run(self, check: Callable[[float], None]) -> None:
-        """Connect to the engines and read until cancelled. `check` is called regularly with monotonic seconds.
+    async def run(self, check: Callable[[float], None], following: Coroutine[Any, Any, None] | None = None) -> None:
+        """Connect to the engines and read until cancelled. A bug in any of this ends all of it.
+
+        Args:
+            check: called regularly with monotonic seconds.
+            following: calls `set_addresses` when the engines change.
 
         Raises: HandshakeRefused, if the only engine, or this frontend, refuses the connection
         """
-        self._ended = asyncio.get_running_loop().create_future()
-        for engine in self.values():
-            self._connect(engine)
-        watch = asyncio.create_task(self._watch(check))
         try:
-            await self._ended
+            async with asyncio.TaskGroup() as self._tasks:
+                for engine in self.values():
+                    self._connect(engine)
+                self._tasks.create_task(self._watch(check))  # without signs of life the engines end all requests
+                if following is not None:
+                    self._tasks.create_task(following)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         finally:
-            self._ended = None
-            for task in (watch, *self._connections.values()):
-                task.cancel()
-            await asyncio.wait({watch, *self._connections.values()})
+            self._tasks = None
 
     async def _watch(self, check: Callable[[float], None]) -> None:
         """Send signs of life, and check."""
         next_sign = 0.0
-        try:
-            while True:
-                await asyncio.sleep(CHECK_INTERVAL)
-                now = time.monotonic()
-                if now >= next_sign:
-                    next_sign = now + SIGN_INTERVAL
-                    for engine in self.values():
-                        engine.connection.send_sign()
-                check(now)
-        except Exception as error:  # without signs of life the engines end all requests
-            self._end(error)
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL)
+            now = time.monotonic()
+            if now >= next_sign:
+                next_sign = now + SIGN_INTERVAL
+                for engine in self.values():
+                    engine.connection.send_sign()
+            check(now)
 
     def set_addresses(self, addresses: Sequence[EngineAddress]) -> None:
         """Connect to the engines of this list. The streams of those that it no longer has move to others."""
@@ -107,8 +107,7 @@ class Engines(dict[str, ConnectedEngine]):
                 engine.state = known.state  # it is expected there for as long as at its endpoint of before
                 engine.on_lost(time.monotonic())
             self.report(engine)
-            if self._ended is not None:
-                self._connect(engine)
+            self._connect(engine)
         self._follow_blocks()
         self.elect()
         self._on_change()
@@ -120,27 +119,20 @@ class Engines(dict[str, ConnectedEngine]):
             engine.follow_blocks(follows)
 
     def _connect(self, engine: ConnectedEngine) -> None:
-        self._connections[engine.name] = asyncio.create_task(self._run_engine(engine))
+        if self._tasks is not None:
+            self._connections[engine.name] = self._tasks.create_task(self._run_engine(engine))
 
     async def _run_engine(self, engine: ConnectedEngine) -> None:
+        """Raises: HandshakeRefused, if it is the only engine"""
         while True:
             try:
                 await engine.connection.run()
             except HandshakeRefused as error:
                 if len(self) == 1:
-                    self._end(error)
-                    return
+                    raise
                 log.error("engine %s is not used: %s", engine.name, error)
                 engine.on_refused(str(error))
-            except Exception as error:
-                self._end(error)
-                return
             await asyncio.sleep(REFUSED_PAUSE)
-
-    def _end(self, error: Exception) -> None:
-        """Let `run` raise an error."""
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_exception(error)
 
     def _disconnect(self, engine: ConnectedEngine) -> None:
         if (task := self._connections.pop(engine.name, None)) is not None:
@@ -196,16 +188,6 @@ class Engines(dict[str, ConnectedEngine]):
         if primary is None or not primary.ready or primary.identity != self.identity:
             self.elect()
         self._on_change()
-
-    def on_blocks(self, engine: ConnectedEngine, stored: list[bytes], removed: list[bytes] | None) -> None:
-        """An engine has sent what its prefix cache holds from now on, and no longer; None: no block of before."""
-        name = engine.name
-        if removed is None:
-            self._placement.on_blocks_cleared(name)
-        elif removed:
-            self._placement.on_blocks_removed(name, removed)
-        for ahead in self._placement.on_blocks_stored(name, stored) if stored else ():
-            self._on_ahead(ahead)
 
     def drain(self, name: str, draining: bool = True) -> None:
         """Let the streams of an engine move to others, and send it no new ones; or take that back.

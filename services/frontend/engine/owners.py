@@ -7,7 +7,6 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 
 from msgspec.structs import replace
 from typing_extensions import TypedDict
@@ -15,13 +14,11 @@ from typing_extensions import TypedDict
 from protocol.block_names import TOKEN_BYTES, extend_names
 from protocol.requests import CacheAction, ControlCache, EnginePhase, Finish, FinishReason
 from protocol.sampling import Pooling
-from services.frontend.engine.addresses import EngineAddress
 from services.frontend.engine.engine import ConnectedEngine
 from services.frontend.engine.engines import Engines
 from services.frontend.engine.ledger import NOBODY, LedgerEntry, RequestLedger
 from services.frontend.errors import APIError
 from services.frontend.placement import Decision, Hold, LoadAhead, Move, Place, Placement, Reason
-from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
 
@@ -46,22 +43,10 @@ class MoveEntry(TypedDict):
 
 
 class Owners:
-    """Carries out what placement decides.
+    """Carries out what placement decides."""
 
-    Args:
-        make: makes an engine of an address, which calls `on_finish`.
-        ledger, placement, steps: as of `Engines`.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[EngineAddress], ConnectedEngine],
-        ledger: RequestLedger,
-        placement: Placement,
-        steps: StepRing | None,
-    ) -> None:
-        self._ledger, self._placement = ledger, placement
-        self.engines = Engines(make, ledger, placement, steps, self.settle, self._load_ahead)
+    def __init__(self, engines: Engines, ledger: RequestLedger, placement: Placement) -> None:
+        self._engines, self._ledger, self._placement = engines, ledger, placement
         self._numbers = itertools.count(1)
         self.decisions = Counter[tuple[str, str, str]]()
         """Decisions over all time: what was decided, the engine that it is about ("": none), and the reason."""
@@ -82,7 +67,7 @@ class Owners:
             case Place(engine=name, reason=reason):
                 self.decisions["place", name, reason] += 1
                 self._ledger.assign(entry, name)
-                self.engines[name].submit_open()
+                self._engines[name].submit_open()
             case Hold():
                 pass
             case refused:
@@ -95,7 +80,7 @@ class Owners:
     def _decide(self, entry: LedgerEntry, *refused: str) -> Decision:
         """Return what placement decides for a request, in which the fields that depend on its engine are set.
         `refused`: engines that have no room for it."""
-        request, identity = entry.request, entry.identity or self.engines.identity
+        request, identity = entry.request, entry.identity or self._engines.identity
         excluded, for_good = (*entry.refusals, *refused), (*entry.refusals,) if entry.num_admissions else ()
         decision = self._placement.place(entry.key, request.token_ids, request.salt, identity, excluded, for_good)
         if isinstance(decision, Place):
@@ -117,13 +102,13 @@ class Owners:
         for move in self._placement.moves():
             self._move(move)
         for name in self._ledger.owners_of_unsent():
-            if (engine := self.engines.get(name)) is not None:
+            if (engine := self._engines.get(name)) is not None:
                 engine.submit_open()
 
     def _move(self, move: Move) -> None:
         if (entry := self._ledger.with_key(move.key)) is None:
             return
-        source, number = self.engines.get(move.source), entry.request.number
+        source, number = self._engines.get(move.source), entry.request.number
         if source is not None:
             source.abort([number])
         entry.set_kv_peers(self._kv_peers(move.source))
@@ -146,9 +131,19 @@ class Owners:
             move.reason,
         )  # fmt: skip
 
+    def on_blocks(self, engine: ConnectedEngine, stored: list[bytes], removed: list[bytes] | None) -> None:
+        """An engine has sent what its prefix cache holds from now on, and no longer; None: no block of before."""
+        name = engine.name
+        if removed is None:
+            self._placement.on_blocks_cleared(name)
+        elif removed:
+            self._placement.on_blocks_removed(name, removed)
+        for ahead in self._placement.on_blocks_stored(name, stored) if stored else ():
+            self._load_ahead(ahead)
+
     def _load_ahead(self, ahead: LoadAhead) -> None:
         """Let an engine fetch the blocks of a prompt that are complete, before its stream moves there."""
-        entry, target = self._ledger.with_key(ahead.key), self.engines.get(ahead.target)
+        entry, target = self._ledger.with_key(ahead.key), self._engines.get(ahead.target)
         if entry is None or not entry.only_prompt or target is None:
             return
         if target.state.loads_ahead and (peers := self._kv_peers(entry.engine)):
@@ -185,7 +180,7 @@ class Owners:
         return None
 
     def _on_failed_for_good(self, entry: LedgerEntry, finish: Finish) -> Finish | None:
-        if not any(e.ready and e.identity == entry.identity for e in self.engines.values()):
+        if not any(e.ready and e.identity == entry.identity for e in self._engines.values()):
             return finish
         self._take_from_owner(entry, is_fault=True)
         return None
@@ -194,7 +189,7 @@ class Owners:
         """Ask another engine, as this one has no room. A stream that was admitted before waits if all reject it."""
         entry.num_admissions -= 1
         entry.rejections.add(engine.name)
-        self.engines.report(engine)
+        self._engines.report(engine)
         if isinstance(self._place_again(entry, *entry.rejections), Place):  # they have the prompt, which attracts it
             return None
         if not entry.num_admissions:
@@ -209,7 +204,7 @@ class Owners:
         entry.num_admissions -= 1
         if not (entry.num_admissions or finish.by_settings):
             return finish
-        alike = [e for e in self.engines.values() if not entry.num_admissions and e.settings == engine.settings]
+        alike = [e for e in self._engines.values() if not entry.num_admissions and e.settings == engine.settings]
         entry.refusals |= {e.name: finish.message for e in (engine, *alike)}
         decision = self._place_again(entry)
         if isinstance(decision, Place):
@@ -244,7 +239,7 @@ class Owners:
 
     def _kv_peers(self, engine: str) -> list[str]:
         """Return where workers fetch KV blocks of an engine; []: nowhere. The workers of a lost scheduler may live."""
-        found = self.engines.get(engine)
+        found = self._engines.get(engine)
         return [] if found is None else found.state.kv_peers
 
     def next_number(self) -> int:

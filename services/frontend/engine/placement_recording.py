@@ -3,12 +3,14 @@
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from services.frontend.placement.records import Advanced, PlacementStarted, Record, decode_record, encode_record
+from services.frontend.placement.records import PlacementStarted, Record
+from services.frontend.placement.replay import decode_record
 
 log = logging.getLogger("runahead.frontend")
 
@@ -39,9 +41,9 @@ class PlacementRecording:
     def __call__(self, record: Record) -> None:
         if self._file.closed:
             return
-        self._lines.append(encode_record(record) + b"\n")
-        if isinstance(record, Advanced) and record.now - self._written > WRITE_SECONDS:
-            self._written = record.now
+        self._lines.append(msgspec.json.encode(record) + b"\n")
+        if (now := time.monotonic()) - self._written >= WRITE_SECONDS:
+            self._written = now
             self._write()
 
     def _write(self) -> None:

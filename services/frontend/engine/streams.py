@@ -96,7 +96,8 @@ class Sink(Protocol):
     on_writable: Callable[[], None] | None
     """Called when the connection is no longer full."""
 
-    def body_writer(self) -> Callable[[bytes], None]: ...
+    @property
+    def write(self) -> Callable[[bytes], None]: ...
 
 
 class FlushQueue:
@@ -192,7 +193,7 @@ class ResponseStream:
         """
         if sink is None:
             return await self._wait(wants_first=False)
-        self._sink, self.write, sink.on_writable = sink, sink.body_writer(), self._schedule
+        self._sink, self.write, sink.on_writable = sink, sink.write, self._schedule
         try:
             return await self._wait(wants_first=False)
         finally:

@@ -21,9 +21,6 @@ class ASGISink:
         self._changed = asyncio.Event()
         self._is_complete = False
 
-    def body_writer(self) -> Callable[[bytes], None]:
-        return self.write
-
     def write(self, data: bytes) -> None:
         self._waiting += data
         self.is_full = len(self._waiting) > FULL_BYTES

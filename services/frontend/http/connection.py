@@ -99,8 +99,9 @@ class Connection(H11Protocol):
         finally:
             joined.flush()
 
-    def body_writer(self) -> Callable[[bytes], None]:
-        """Return a function that writes bytes, at least one, of the body of the response in progress.
+    @property
+    def write(self) -> Callable[[bytes], None]:
+        """Function that writes bytes, at least one, of the body of the response in progress.
 
         It writes the same bytes as ASGI's `send`, past the middlewares and h11, which would double the cost of a token.
         h11 does not count the bytes of a chunked body, so its state stays valid.
@@ -172,18 +173,8 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         body = invalid("this is not a valid HTTP request").encoded()
-        headers: list[tuple[bytes, bytes]] = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        events: list[Any] = [
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ]
-        for event in events:
-            self.transport.write(self.conn.send(event) or b"")
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close"
+        self.transport.write(head % len(body) + b"\r\n\r\n" + body)
         self.transport.close()
 
 

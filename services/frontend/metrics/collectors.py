@@ -5,7 +5,7 @@ With prometheus_client's own, the locks double the cost of a token.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -21,7 +21,7 @@ LABELS = ("model_name", "engine")
 
 
 def histogram_family(
-    name: str, text: str, bounds: Iterable[float], counts: Iterable[float], total: float, labels: tuple[str, str]
+    name: str, text: str, bounds: Iterable[float], counts: Iterable[float], total: float, labels: Sequence[str]
 ) -> HistogramMetricFamily:
     """Return a family.
 

@@ -40,9 +40,8 @@ class EngineStatistics(Collector):
     def collect(self) -> Iterator[Metric]:
         families = _Families()
         for engine in self._engine.engines.values():
-            labels = (self._labels[0], engine.name)
-            named = dict(zip(LABELS, labels, strict=True))
-            self._about_steps(families, labels, named, engine.state.stats)
+            named = self._named | {"engine": engine.name}
+            self._about_steps(families, named, engine.state.stats)
             self._about_an_engine(families, named, engine)
         text, known = "names of KV blocks that engines are known to hold", self._engine.placement.num_block_names
         families.gauge("placement_block_names", text, self._named, float(known))
@@ -58,15 +57,13 @@ class EngineStatistics(Collector):
         yield from self._about_this_frontend()
 
     @staticmethod
-    def _about_steps(
-        families: "_Families", labels: tuple[str, str], named: dict[str, str], reported: Mapping[str, float]
-    ) -> None:
+    def _about_steps(families: "_Families", named: dict[str, str], reported: Mapping[str, float]) -> None:
         """Add statistics as they were reported. What follows a colon in a name is a label."""
         stats = dict(reported)
         if (total := stats.pop("iteration_tokens_sum", None)) is not None:
             counts = [stats.pop(f"iteration_tokens:{i}", 0.0) for i in range(len(ITERATION_TOKENS) + 1)]
             name, text = f"{OURS}iteration_tokens_total", "tokens of a step"
-            found = histogram_family(name, text, ITERATION_TOKENS, counts, total, labels)
+            found = histogram_family(name, text, ITERATION_TOKENS, counts, total, (*named.values(),))
             families.setdefault(name, found)
             if families[name] is not found:
                 families[name].samples += found.samples

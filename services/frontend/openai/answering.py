@@ -16,34 +16,85 @@ from starlette.types import Scope
 from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
 from services.frontend.engine.client import NO_PROMPT, EngineClient
+from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import APIError
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.openai.answers.choice import ChoiceContext, Delivered
-from services.frontend.openai.answers.chunk import Chunk
+from services.frontend.openai.answers.choice import Choice, ChoiceContext, Delivered
+from services.frontend.openai.answers.chunk import ChoiceWriter, Chunk, ChunkCollector
 from services.frontend.openai.answers.event_stream import EventStream, StreamEncoder
-from services.frontend.openai.answers.generation import NOTHING, Generation
-from services.frontend.openai.answers.logprobs import LogprobFormatter
+from services.frontend.openai.answers.logprobs import ChatLogprobFormatter, LogprobFormatter
 from services.frontend.openai.answers.usage import UsageCounter
-from services.frontend.openai.answers.writers import AnswerCollector, AnswerWriter
 from services.frontend.openai.parameters.sampling import sampling_params
 from services.frontend.openai.prompts.encoder import PromptEncoder
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest, ScheduledRequest
-from services.frontend.openai.schemas.responses import AnswerHead
+from services.frontend.openai.schemas.responses import AnswerHead, PromptLogprobs
 from services.frontend.openai.tasks import ANSWER_PATHS, GENERATE, check_task
-from services.frontend.request_log import EndedRequest, EndedRequestLog
-from services.frontend.request_summary import RequestSummary
+from services.frontend.request_log import EndedRequestLog
+from services.frontend.request_summary import EndedChoice, RequestSummary
 from services.frontend.text.token_texts import TokenTexts
 
 T = TypeVar("T")
 Submission = tuple[Prompt, SamplingParams]
 Body = CompletionRequest | ChatRequest
-TraceExport = Callable[[HTTPRequest, int, str, float], None]
-"""Takes a request that has ended, its status, the message of its error, and its end in monotonic seconds."""
+NextWriter = Callable[[], ChoiceWriter]
+"""Returns the writer of the next choice of a response."""
+TraceExport = Callable[[HTTPRequest], None]
+"""Takes a request that has ended."""
 LONG_ANSWER = 16_384
 """Characters from which a whole answer is parsed on a thread; its reasoning is counted there, 0.6 ms per 1,000."""
+NOTHING = Delivered()
+OTHER_EVENTS = "its frontend is lost, and this one, with another release or other settings, cannot go on with it"
+
+
+class Generation:
+    """Submits one engine request per choice. The caller must close it."""
+
+    def __init__(self, context: ChoiceContext, shared: GenerateRequest, next_writer: NextWriter, interval: int) -> None:
+        """`interval`: tokens of a choice that are written together."""
+        self.choices: list[Choice] = []
+        self.response = ResponseStream(context.engine.flush_queue, shared.request_id, interval)
+        self._context, self._shared, self._next_writer = context, shared, next_writer
+
+    def close(self) -> None:
+        """Abort the requests that are still open, and count the tokens that they have brought."""
+        self._context.summary.output_tokens += sum(choice.num_unfinished_tokens for choice in self.choices)
+        self._context.engine.abort(self.choices)
+        if len(self._context.engine.engines) > 1:
+            self._context.summary.engines = self.response.engines
+
+    def submit(self, prompt: Prompt, params: SamplingParams, delivered: Delivered = NOTHING) -> None:
+        """Submit the choices of one prompt. Each has its own seed; only the first requests the prompt's logprobs.
+
+        Args:
+            delivered: what the only choice goes on from.
+
+        Raises: APIError
+        """
+        self._context.usage.prompt_lengths.append(len(prompt.token_ids))
+        summary = self._context.summary
+        summary.prompt_tokens += len(prompt.token_ids)
+        summary.params = summary.params or params
+        for sample in range(self._context.body.n or 1):
+            choice = Choice(self.response, self._context, prompt, params, sample == 0, self._next_writer())
+            if choice.replay(delivered.batches) != delivered.written:
+                raise APIError(500, OTHER_EVENTS)
+            self._context.engine.submit(choice, prompt.token_ids, params, self._shared, delivered.identity)
+            self.choices.append(choice)
+            seed = (params.seed + 1) % 2**64
+            params = replace(params, seed=seed, prompt_logprobs=None)
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """Return vLLM's `prompt_logprobs` for each choice. Raises: APIError, if some have not arrived"""
+        if not all(choice.prompt.is_scored for choice in self.choices):
+            raise APIError(500, "log-probabilities of the prompt were lost")
+        written: list[PromptLogprobs] = []
+        for choice in self.choices:  # those of one prompt follow its first
+            entry = self._context.formatter.prompt_json(choice.prompt) if choice.is_first else written[-1]
+            written.append(entry)
+        return written
 
 
 @dataclass(frozen=True)
@@ -108,7 +159,8 @@ class Answering:
 
     def begin_record(self, http: HTTPRequest) -> None:
         """Start the numbers that `record_end` writes."""
-        http.state.summary = RequestSummary(choices=None if self._export_trace is None else [])
+        choices = None if self._export_trace is None else list[EndedChoice]()
+        http.state.summary = RequestSummary(http.state.request_id, http.scope["path"], choices)
 
     def record_failure(self, http: HTTPRequest, error: Exception) -> None:
         """Record the end of a request without an answer."""
@@ -121,13 +173,11 @@ class Answering:
     def record_end(self, http: HTTPRequest, error: Exception | None) -> None:
         status = 200 if error is None else error.status if isinstance(error, APIError) else 500
         reason = "" if error is None else error.logged if isinstance(error, APIError) else str(error)
-        state, ended = http.state, time.monotonic()
+        http.state.summary.end(status, reason)
         self.metrics.on_request(status)
-        self._log.add(
-            EndedRequest(state.request_id, http.scope["path"], status, reason, state.summary, time.time(), ended)
-        )
+        self._log.add(http.state.summary)
         if self._export_trace is not None:
-            self._export_trace(http, status, reason, ended)
+            self._export_trace(http)
 
     def head(self, body: BaseRequest, prefix: str) -> AnswerHead:
         return {
@@ -156,7 +206,7 @@ class Answering:
 
     @contextlib.contextmanager
     def generation(
-        self, request: AnswerRequest, writer: AnswerWriter, delivered: Delivered = NOTHING
+        self, request: AnswerRequest, next_writer: NextWriter, delivered: Delivered = NOTHING
     ) -> Iterator[Generation]:
         """Submit all choices. They end with this context, or when the client leaves, unless the request is detached.
 
@@ -167,10 +217,11 @@ class Answering:
         """
         summary: RequestSummary = request.http.state.summary
         interval = request.body.interval(self._stream_interval)
-        formatter = LogprobFormatter(self._texts, bool(request.body.return_tokens_as_token_ids))
+        kind = ChatLogprobFormatter if isinstance(request.body, ChatRequest) else LogprobFormatter
+        formatter = kind(self._texts, bool(request.body.return_tokens_as_token_ids))
         shared = request.usage, formatter, request.body, time.monotonic(), summary
         context = ChoiceContext(self.engine, self.model.tokenizer, self.metrics, *shared)
-        generation = Generation(context, request.shared, writer, interval)
+        generation = Generation(context, request.shared, next_writer, interval)
         fail = generation.response.fail
         watch = contextlib.nullcontext() if summary.is_detached else watch_disconnect(request.http, fail)
         with contextlib.closing(generation), watch:
@@ -180,10 +231,15 @@ class Answering:
 
     async def whole(self, request: AnswerRequest) -> tuple[list[Chunk], Generation]:
         """Return all choices, a chunk each, and how they were generated. Raises: APIError"""
-        collector = AnswerCollector()
-        with self.generation(request, collector) as generation:
+        collectors: list[ChunkCollector] = []
+
+        def next_writer() -> ChunkCollector:
+            collectors.append(ChunkCollector())
+            return collectors[-1]
+
+        with self.generation(request, next_writer) as generation:
             await generation.response.last()
-        return collector.answers(), generation
+        return [Chunk.joined(collector.chunks) for collector in collectors], generation
 
     @staticmethod
     async def built(chunks: list[Chunk], build: Callable[[], T]) -> T:
@@ -194,7 +250,7 @@ class Answering:
     async def streamed(self, request: AnswerRequest, encoder: StreamEncoder) -> Response:
         """Return the response when the first outputs have decided its status. Raises: APIError"""
         with contextlib.ExitStack() as stack:
-            generation = stack.enter_context(self.generation(request, encoder))
+            generation = stack.enter_context(self.generation(request, encoder.next_choice))
             first = await generation.response.first()
             close = stack.pop_all().close
 

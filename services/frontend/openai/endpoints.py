@@ -11,9 +11,9 @@ from protocol.sampling import StructuredOutputParams
 from services.frontend.context import AppContext, Context, recorded
 from services.frontend.openai.answering import AnswerRequest
 from services.frontend.openai.answers.chat_output import ChatOutput
-from services.frontend.openai.answers.dialects import CompletionDialect, Dialect
+from services.frontend.openai.answers.dialects import ChatDialect, CompletionDialect, Dialect
 from services.frontend.openai.answers.events import EventEncoder
-from services.frontend.openai.answers.tool_dialect import chat_dialect
+from services.frontend.openai.answers.usage import ReasoningCounter
 from services.frontend.openai.embeddings import EmbeddingFormat, embed
 from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openai.prompts.encoder import answer_role
@@ -55,7 +55,7 @@ async def chat(http: HTTPRequest, context: Context) -> Response:
     output = ChatOutput.from_body(body, model.formats)
     prompt = await answering.prompts.for_chat(http, body, state)
     output = output.after(prompt.token_ids, model.tokenizer)
-    dialect = chat_dialect(output, model.tokenizer.count, *answer_role(body))
+    dialect = ChatDialect(output, ReasoningCounter(model.tokenizer.count), *answer_role(body))
     return await _answer(http, context, body, [prompt], dialect, output.grammar())
 
 

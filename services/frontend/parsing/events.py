@@ -1,6 +1,10 @@
-"""Parts of an answer's text, as parsers return them."""
+"""Parts of an answer's text, and the base of the parsers that find them."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Generator
 from dataclasses import dataclass
+
+from services.frontend.parsing.text_buffer import Parsing, TextBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +40,28 @@ class Arguments:
 
 
 ParsedEvent = Content | Reasoning | CallStart | Arguments
+
+
+class TextParser(ABC):
+    """Parser of one answer: text in, events out. No I/O, no clock."""
+
+    def __init__(self) -> None:
+        self._buffer = TextBuffer()
+        self._events: list[ParsedEvent] = []
+        self._parsing: Generator[None, None, None] = self._read()
+        next(self._parsing)
+
+    @abstractmethod
+    def _read(self) -> Parsing[None]:
+        """Read the buffer up to the end of the text, and append to `_events` what is certain."""
+
+    def push(self, text: str, is_last: bool = False) -> list[ParsedEvent]:
+        """Take the next text; return what became certain."""
+        if text:
+            self._buffer.push(text)
+            next(self._parsing)
+        if is_last:
+            self._buffer.close()
+            next(self._parsing, None)
+        events, self._events = self._events, []
+        return events

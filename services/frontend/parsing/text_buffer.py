@@ -125,19 +125,22 @@ class Trimmer:
     def __init__(self, space: str = " \t\n\r") -> None:
         self._space = space
         self._held: list[str] = []
+        self._has_begun = False
+        """Text was returned, so that white space before more text belongs to it."""
 
-    def push(self, text: str, begun: bool) -> str:
+    def push(self, text: str, keeps_begin: bool = False) -> str:
         """Return the text up to the last character that is not white space.
 
         Args:
-            begun: text was shown before, so that white space before this text belongs to it.
+            keeps_begin: white space at the beginning belongs to the text, too.
         """
         stripped = text.rstrip(self._space)
         if not stripped:
             self._held.append(text)
             return ""
-        shown = self.flush() + stripped if begun else stripped.lstrip(self._space)
-        self._held = [text[len(stripped) :]]
+        keeps = keeps_begin or self._has_begun
+        shown = self.flush() + stripped if keeps else stripped.lstrip(self._space)
+        self._held, self._has_begun = [text[len(stripped) :]], True
         return shown
 
     def flush(self) -> str:

@@ -4,16 +4,13 @@ docs/placement.md describes it; its rules are in docs/invariants.md, section "Pl
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.block_names import TOKEN_BYTES
-from services.frontend.placement import records
 from services.frontend.placement.block_index import BlockIndex
 from services.frontend.placement.decisions import (
     MAY_SERVE,
@@ -32,6 +29,7 @@ from services.frontend.placement.decisions import (
 from services.frontend.placement.fleet import NO_LONGER_SLOW, EngineColumns, Rows
 from services.frontend.placement.policies import GuardedPlacementPolicy, PlacementView, find_placement_policy
 from services.frontend.placement.prefix_names import PrefixNames
+from services.frontend.placement.records import PlacementStarted, Recorder, recorded
 
 SLOW_CHECK = 1.0
 """Seconds between two checks for slow engines."""
@@ -47,13 +45,6 @@ PREFILL_TOKENS = 512
 streams of a decoding engine by about one step."""
 REST = 30.0
 """Seconds that a stream stays on an engine at least, before it leaves it for being slow."""
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-_Input = Callable[Concatenate["Placement", P], R]
-INPUTS: dict[Any, Callable[..., Any]] = {}
-"""Method of `Placement` for each event of a recording."""
 
 
 @dataclass(slots=True)
@@ -75,35 +66,11 @@ class PlacedStream:
     """The engine that fetches the blocks of its prompt while they are computed; -1: none does."""
 
 
-def _recorded(event: Callable[..., records.Event]) -> Callable[[_Input[P, R]], _Input[P, R]]:
-    """Decorate an input of the core, whose arguments are the fields of an event. Event and decisions are recorded."""
-
-    def decorate(method: _Input[P, R]) -> _Input[P, R]:
-        @wraps(method)
-        def record(core: "Placement", /, *args: P.args, **kwargs: P.kwargs) -> R:
-            if core.record is None:
-                return method(core, *args, **kwargs)
-            core.record(event(*args, **kwargs))
-            found: Any = method(core, *args, **kwargs)
-            for decision in found if isinstance(found, list) else [found] if found is not None else []:
-                core.record(decision)
-            return cast(R, found)
-
-        INPUTS[event] = record
-        return record
-
-    return decorate
-
-
 class Placement:
     """Engines by name, and where each open request of this frontend is placed."""
 
     def __init__(
-        self,
-        policy: str = "prefix_aware",
-        max_blocks: int = 2**18,
-        seed: int = 0,
-        record: records.Recorder | None = None,
+        self, policy: str = "prefix_aware", max_blocks: int = 2**18, seed: int = 0, record: Recorder | None = None
     ) -> None:
         """`seed`: decides between equal engines; each frontend takes another one. `max_blocks`: names of blocks that
         the index keeps at least; twice as many, and those of one event, at most.
@@ -129,7 +96,7 @@ class Placement:
         self._slow_checked = -math.inf
         self._count = seed * GOLDEN % 2**32
         if record is not None:
-            record(records.PlacementStarted(policy, seed, max_blocks))
+            record(PlacementStarted(policy, seed, max_blocks))
 
     @property
     def num_block_names(self) -> int:
@@ -138,13 +105,13 @@ class Placement:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    @_recorded(records.Advanced)
+    @recorded("advanced")
     def advance(self, now: float) -> None:
         """Set the time, monotonic seconds. Call it regularly, and before other events. A time before the last one is
         ignored."""
         self._now = max(now, self._now)
 
-    @_recorded(records.EngineReported)
+    @recorded("engine")
     def on_engine(self, name: str, report: EngineReport) -> None:
         """An engine is new, or there is a later report. Call it about every second for each engine."""
         if (row := self._fleet.report(name, report)) >= 0:
@@ -152,7 +119,7 @@ class Placement:
         if self._removed:
             self._removed.discard(self._fleet.row_of[name])
 
-    @_recorded(records.EngineRemoved)
+    @recorded("engine_removed")
     def on_engine_removed(self, name: str) -> None:
         """An engine is listed no longer. Its streams move. Unknown names are ignored."""
         if (row := self._fleet.row_of.get(name)) is not None:
@@ -162,7 +129,7 @@ class Placement:
             self._set_leaving(row, gone.condition)
             self._drop(row)
 
-    @_recorded(records.BlocksStored)
+    @recorded("blocks_stored")
     def on_blocks_stored(self, name: str, block_names: Sequence[bytes]) -> list[LoadAhead]:
         """An engine's prefix cache has these blocks, named as by `protocol.block_names`. Return which of them are of
         prompts that it computes for other engines."""
@@ -171,25 +138,25 @@ class Placement:
         self._index.add(row, block_names)
         return [*self._loads_ahead(row, block_names)]
 
-    @_recorded(records.BlocksRemoved)
+    @recorded("blocks_removed")
     def on_blocks_removed(self, name: str, block_names: Sequence[bytes]) -> None:
         """An engine's prefix cache has these blocks no longer."""
         if (row := self._fleet.row_of.get(name)) is not None:
             self._index.remove(row, block_names)
 
-    @_recorded(records.BlocksCleared)
+    @recorded("blocks_cleared")
     def on_blocks_cleared(self, name: str) -> None:
         """An engine's prefix cache is empty: it has started again, or its events were missed."""
         if (row := self._fleet.row_of.get(name)) is not None:
             self._index.clear(row)
 
-    @_recorded(records.RefusalsForgotten)
+    @recorded("refusals_forgotten")
     def forget_refusals(self, name: str) -> None:
         """An engine has other settings now: streams that it has refused may move there."""
         for stream in self._streams.values():
             stream.refused -= {name}
 
-    @_recorded(records.RequestEnded)
+    @recorded("ended")
     def on_ended(self, key: int) -> None:
         """A request has ended. Unknown keys are ignored."""
         self._end(key)
@@ -220,7 +187,7 @@ class Placement:
                 names[size] = self._prefix_names(size).of(token_bytes, salt)
         return self.place_named(key, len(token_bytes) // TOKEN_BYTES, names, identity_required, refused, for_good)
 
-    @_recorded(records.PlacementRequested)
+    @recorded("request")
     def place_named(
         self,
         key: int,
@@ -240,7 +207,7 @@ class Placement:
                 return self._place(key, num_tokens, names, rows, frozenset(for_good))
         return self._no_engine(identity_required, excluded)
 
-    @_recorded(records.MovesRequested)
+    @recorded("moves_requested")
     def moves(self) -> list[Move]:
         """Return the streams that move now. Call it regularly, and when the condition of an engine has changed."""
         if self._now - self._slow_checked >= SLOW_CHECK:
@@ -254,7 +221,7 @@ class Placement:
                     self._move_from(row, reason, found)
         return found
 
-    @_recorded(records.Prefilled)
+    @recorded("prefilled")
     def prefilled(self, key: int) -> Move | None:
         """The engine of a request has computed its prompt, and does no more than that. Return where it goes on: at an
         engine that decodes, or at the same one if none does. None: the key is unknown."""

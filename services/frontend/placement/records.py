@@ -4,83 +4,51 @@ A recording has names of blocks instead of tokens: it does not contain a text, b
 `replay` (services.frontend.placement.replay) passes the events to a new core.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from services.frontend.placement import decisions
+P = ParamSpec("P")
+R = TypeVar("R")
+Input = Callable[Concatenate[Any, P], R]
+Record = msgspec.Struct
+"""An event, or one of `decisions`. A line of a recording has its kind, "type", and its fields."""
+Recorder = Callable[[Record], None]
+INPUTS: dict[type[Record], Callable[..., Any]] = {}
+"""Method of `Placement` for each kind of event."""
 
 
 class PlacementStarted(msgspec.Struct, frozen=True, tag="started"):
+    """The first event."""
+
     policy: str
     seed: int
     max_blocks: int
 
 
-class Advanced(msgspec.Struct, frozen=True, tag="advanced"):
-    now: float
+def recorded(kind: str) -> Callable[[Input[P, R]], Input[P, R]]:
+    """Decorate an input of the core. A call is recorded as an event, whose fields are the arguments; the decisions that
+    it returns follow."""
 
+    def decorate(method: Input[P, R]) -> Input[P, R]:
+        _, *given = signature(method).parameters.values()
+        fields = [(p.name, p.annotation, *([] if p.default is Parameter.empty else [p.default])) for p in given]
+        event: Any = msgspec.defstruct(kind, fields, frozen=True, tag=kind)
 
-class EngineReported(msgspec.Struct, frozen=True, tag="engine"):
-    name: str
-    report: decisions.EngineReport
+        @wraps(method)
+        def record(core: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if core.record is None:
+                return method(core, *args, **kwargs)
+            core.record(event(*args, **kwargs))
+            found = method(core, *args, **kwargs)
+            for decision in found if isinstance(found, list) else [found] if found is not None else []:
+                core.record(decision)
+            return found
 
+        INPUTS[event] = record
+        return record
 
-class EngineRemoved(msgspec.Struct, frozen=True, tag="engine_removed"):
-    name: str
-
-
-class BlocksStored(msgspec.Struct, frozen=True, tag="blocks_stored"):
-    name: str
-    block_names: Sequence[bytes]
-
-
-class BlocksRemoved(msgspec.Struct, frozen=True, tag="blocks_removed"):
-    name: str
-    block_names: Sequence[bytes]
-
-
-class BlocksCleared(msgspec.Struct, frozen=True, tag="blocks_cleared"):
-    name: str
-
-
-class PlacementRequested(msgspec.Struct, frozen=True, tag="request"):
-    """A decision follows."""
-
-    key: int
-    num_tokens: int
-    names: Mapping[int, Sequence[bytes]]
-    """Names of the prompt's prefixes by block size; empty if they were not needed."""
-    identity_required: str
-    refused: tuple[str, ...] = ()
-    for_good: tuple[str, ...] = ()
-
-
-class RefusalsForgotten(msgspec.Struct, frozen=True, tag="refusals_forgotten"):
-    name: str
-
-
-class RequestEnded(msgspec.Struct, frozen=True, tag="ended"):
-    key: int
-
-
-class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
-    """A move follows, if the key is known."""
-
-    key: int
-
-
-class MovesRequested(msgspec.Struct, frozen=True, tag="moves_requested"):
-    """The moves follow."""
-
-
-Event = (
-    PlacementStarted | Advanced | EngineReported | EngineRemoved | BlocksStored | BlocksRemoved | BlocksCleared
-    | PlacementRequested | RefusalsForgotten | RequestEnded | Prefilled | MovesRequested
-)  # fmt: skip
-Record = Event | decisions.Place | decisions.Hold | decisions.RefuseRequest | decisions.Move | decisions.LoadAhead
-Recorder = Callable[[Record], None]
-
-encode_record: Callable[[Record], bytes] = msgspec.json.Encoder().encode
-decode_record: Callable[[bytes], Record] = msgspec.json.Decoder(Record).decode
-"""Raises: msgspec.MsgspecError, if a line is no record"""
+    return decorate

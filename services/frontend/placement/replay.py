@@ -1,23 +1,32 @@
 """Replay of a recording of the placement core."""
 
-from collections.abc import Iterable
+import functools
+import operator
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
+from typing import Any
 
+import msgspec
 from msgspec.structs import astuple
 
-from services.frontend.placement import records
-from services.frontend.placement.placement import INPUTS, Placement
+from services.frontend.placement.decisions import Decision, LoadAhead, Move
+from services.frontend.placement.placement import Placement
+from services.frontend.placement.records import INPUTS, PlacementStarted, Record
+
+_KINDS: Any = functools.reduce(operator.or_, INPUTS, PlacementStarted | Decision | Move | LoadAhead)
+decode_record: Callable[[bytes], Record] = msgspec.json.Decoder(_KINDS).decode
+"""Raises: msgspec.MsgspecError, if a line is no record"""
 
 
-def replay(recording: Iterable[records.Record]) -> list[records.Record]:
+def replay(recording: Iterable[Record]) -> list[Record]:
     """Pass the events of a recording to a new core. Return what it records: the same events and its own decisions.
 
     Raises: ValueError, if the recording does not begin with the start of a core; PluginError, if its policy is not
     installed.
     """
-    found: list[records.Record] = []
+    found: list[Record] = []
     events = iter(recording)
-    if not isinstance(started := next(events, None), records.PlacementStarted):
+    if not isinstance(started := next(events, None), PlacementStarted):
         raise ValueError("the recording does not begin with the start of a core")
     core = Placement(started.policy, started.max_blocks, started.seed, found.append)
     for event in events:
@@ -26,7 +35,7 @@ def replay(recording: Iterable[records.Record]) -> list[records.Record]:
     return found
 
 
-def first_difference(recording: Iterable[records.Record]) -> tuple[records.Record | None, records.Record | None] | None:
+def first_difference(recording: Iterable[Record]) -> tuple[Record | None, Record | None] | None:
     """Return the first record that differs, and what the replay has in its place; None if they are equal."""
     recorded = list(recording)
     pairs = zip_longest(recorded, replay(recorded))

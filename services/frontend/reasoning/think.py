@@ -1,12 +1,11 @@
-"""Reasoning between two tags: text in, events out. No I/O, no clock."""
+"""Reasoning between two tags."""
 
 import enum
-from collections.abc import Generator
 from dataclasses import dataclass
 
-from services.frontend.parsing.events import Content, ParsedEvent, Reasoning
+from services.frontend.parsing.events import Content, Reasoning, TextParser
 from services.frontend.parsing.json_reader import next_word, pass_until
-from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer, Trimmer
+from services.frontend.parsing.text_buffer import ParseError, Parsing, Trimmer
 
 
 @dataclass(frozen=True)
@@ -47,32 +46,13 @@ def start_in_message(message: str, tags: ReasoningTags = THINK) -> ReasoningStar
     return ReasoningStart.INSIDE if opened > closed else ReasoningStart.OUTSIDE
 
 
-class ThinkParser:
+class ThinkParser(TextParser):
     """Splits one answer."""
 
     def __init__(self, start: ReasoningStart, tags: ReasoningTags = THINK) -> None:
         self._start = start
         self._tags = tags
-        self._events: list[ParsedEvent] = []
-        self._buffer = TextBuffer()
-        self._parsing: Generator[None, None, None] = self._read()
-        next(self._parsing)
-
-    def push(self, text: str) -> list[ParsedEvent]:
-        if text:
-            self._buffer.push(text)
-            next(self._parsing)
-        return self._take()
-
-    def finish(self) -> list[ParsedEvent]:
-        """Return the remaining events, when no more text follows."""
-        self._buffer.close()
-        next(self._parsing, None)
-        return self._take()
-
-    def _take(self) -> list[ParsedEvent]:
-        events, self._events = self._events, []
-        return events
+        super().__init__()
 
     def _read(self) -> Parsing[None]:
         buffer, inside, first = self._buffer, self._start is ReasoningStart.INSIDE, ""
@@ -98,17 +78,9 @@ class ThinkParser:
 
     def _inside(self, first: str) -> Parsing[None]:
         """Read up to and with the closing tag, or to the end of the text."""
-        trimmer, begun = Trimmer(self._tags.space), False
-
-        def add(text: str) -> None:
-            nonlocal begun
-            shown = trimmer.push(text, begun)
-            begun = begun or bool(shown)
-            self._add(Reasoning(shown))
-
-        if first:
-            add(first)
-        yield from pass_until(self._buffer, self._tags.closing, add)
+        trimmer = Trimmer(self._tags.space)
+        self._add(Reasoning(trimmer.push(first)))
+        yield from pass_until(self._buffer, self._tags.closing, lambda text: self._add(Reasoning(trimmer.push(text))))
 
     def _add(self, event: Content | Reasoning) -> None:
         if event.text:

@@ -10,10 +10,9 @@ import msgspec
 from services.frontend.errors import GONE, APIError
 from services.frontend.json_text import json_text
 from services.frontend.openai.answers.chat_output import AnswerParser
-from services.frontend.openai.answers.chunk import Chunk
+from services.frontend.openai.answers.chunk import ChoiceWriter, Chunk
 from services.frontend.openai.answers.events import one_line
 from services.frontend.openai.answers.usage import ReasoningCounter, UsageCounter
-from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.parsing.events import Reasoning
 from services.frontend.responses_api.items import OutputItems
 from services.frontend.responses_api.responses import (

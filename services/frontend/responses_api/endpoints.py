@@ -20,9 +20,8 @@ from protocol.sampling import SamplingParams
 from services.frontend.context import AppContext, Context, recorded
 from services.frontend.errors import GONE, APIError, internal_error, invalid
 from services.frontend.model import ServedModel
-from services.frontend.openai.answering import Answering, AnswerRequest
+from services.frontend.openai.answering import NOTHING, OTHER_EVENTS, Answering, AnswerRequest
 from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
-from services.frontend.openai.answers.generation import NOTHING, OTHER_EVENTS
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.parameters.body import decoded, validated
 from services.frontend.openai.prompts.conversation import media_files
@@ -31,11 +30,11 @@ from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handler
 from services.frontend.responses_api import responses
 from services.frontend.responses_api.answers import ResponseEvents, head_json
-from services.frontend.responses_api.background import BackgroundRun, Run
+from services.frontend.responses_api.background import OwnRun, Run
 from services.frontend.responses_api.conversation import chat_request, input_items
-from services.frontend.responses_api.files import Orphan, ResponseFiles, StoredResponse
+from services.frontend.responses_api.files import Orphan, ResponseFiles, Stored, conversation_of, run_of
 from services.frontend.responses_api.items import new_id
-from services.frontend.responses_api.response_file import FileLog, Origin, StoredHead
+from services.frontend.responses_api.response_file import Origin, StoredHead
 from services.frontend.responses_api.schemas import Item, ResponsesRequest
 
 log = logging.getLogger("runahead.frontend")
@@ -63,7 +62,7 @@ async def retrieve(
 ) -> Response:
     found = _found(http, context, id)
     if stream:
-        return _events(found.run("stream"), -1 if starting_after is None else starting_after)
+        return _events(run_of(found, "stream"), -1 if starting_after is None else starting_after)
     if starting_after is not None:
         raise invalid("starting_after is only allowed when stream is true", "starting_after")
     return Response(found.response, media_type="application/json")
@@ -76,7 +75,7 @@ async def retrieve(
     responses=_STORED,
 )
 async def cancel(http: HTTPRequest, context: Context, id: ResponseId) -> Response:
-    run = _found(http, context, id).run()
+    run = run_of(_found(http, context, id))
     await run.cancel()
     return Response(run.response, media_type="application/json")
 
@@ -97,7 +96,7 @@ async def list_input_items(
     after: Annotated[str | None, Query(max_length=512)] = None,
 ) -> responses.InputItemList:
     """The latest item is first, unless `order` is asc; the items behind the one with the id `after`."""
-    items = _found(http, context, id).given()
+    items = _found(http, context, id).head.given()
     written = [item.model_dump(mode="json", exclude_none=True) for item in items]
     data = [{**item, "id": f"{id}_{number}"} for number, item in enumerate(written)]
     if order == "desc":
@@ -112,7 +111,7 @@ async def list_input_items(
     return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(data) > limit}
 
 
-def _found(http: HTTPRequest, context: AppContext, id: str, param: str | None = None) -> StoredResponse:
+def _found(http: HTTPRequest, context: AppContext, id: str, param: str | None = None) -> Stored:
     """Return a stored response. One of a lost frontend goes on here. Raises: APIError"""
     go_on = partial(_go_on, http, context)
     return _required(context.responses, param).get(http.state.tenant, id, param, go_on)
@@ -186,8 +185,8 @@ async def _create(http: HTTPRequest, context: AppContext) -> Response:
         params = msgspec.msgpack.encode(submissions[0][1])
         text = (await http.body()).decode()
         origin = Origin(text, name, created, pack(prompt.token_ids), params, model.adapter(given.model))
-        events = _required(store).log(tenant, id, turn.head(origin))
-        run = _start(http, context, turn, id, origin, events)
+        run = _required(store).new_run(tenant, id, turn.head(origin))
+        _start(http, context, turn, id, origin, run)
         return _events(run, -1) if given.stream else Response(run.response, media_type="application/json")
     head = head_json(given, id, name, store is not None, created)
     answer, shared = _answer(http, context, turn, head, prompt)
@@ -223,9 +222,9 @@ def _start(
     turn: _Turn,
     id: str,
     origin: Origin,
-    events: FileLog,
+    run: OwnRun,
     orphan: Orphan | None = None,
-) -> BackgroundRun:
+) -> None:
     """Generate a response apart from its connection.
 
     Args:
@@ -238,7 +237,6 @@ def _start(
     params = msgspec.msgpack.decode(origin.params, type=SamplingParams)
     head = head_json(turn.given, id, origin.model, True, origin.created)
     answer, shared = _answer(http, context, turn, head, prompt)
-    run = BackgroundRun(answer, events)
     opening = answer.opening()
     delivered = NOTHING if orphan is None else orphan.content.delivered
     if orphan is not None and orphan.content.opening != opening:
@@ -246,15 +244,13 @@ def _start(
     http.state.summary.is_detached = True
     shared = replace(shared, lora=origin.lora or shared.lora)
     request = AnswerRequest(http, turn.body, shared, [(prompt, params)], answer.usage)
-    generating = answering.generation(request, answer, delivered)
+    generating = answering.generation(request, answer.next_choice, delivered)
     with contextlib.ExitStack() as stack:
         generation = stack.enter_context(generating)
-        events.follow(generation.choices[0], context.engine.ledger, delivered)
-        run.stream = generation.response
+        run.start(answer, generation, context.engine.ledger, delivered)
         if orphan is None:
-            events.write(opening)
+            run.write(opening)
         store.begin(run, _finish(http, answering, run, stack.pop_all().close))
-    return run
 
 
 def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
@@ -265,10 +261,10 @@ def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
         context.answering.begin_record(http)
         given = validated(decoded(orphan.origin.body.encode()), ResponsesRequest)
         turn = _Turn.make(given, orphan.content.head.history, context.model)
-        _start(http, context, turn, orphan.id, orphan.origin, orphan.log, orphan)
+        _start(http, context, turn, orphan.id, orphan.origin, orphan.run, orphan)
     except Exception as error:
         if isinstance(error, APIError) and error.status in (429, 503):
-            orphan.log.release()
+            orphan.run.release()
             raise
         if not isinstance(error, APIError):
             log.exception("a response of a lost frontend cannot go on: id=%s", orphan.id)
@@ -276,7 +272,7 @@ def _go_on(http: HTTPRequest, context: AppContext, orphan: Orphan) -> None:
         orphan.fail(error)
 
 
-async def _finish(http: HTTPRequest, answering: Answering, run: BackgroundRun, close: Callable[[], None]) -> None:
+async def _finish(http: HTTPRequest, answering: Answering, run: OwnRun, close: Callable[[], None]) -> None:
     """Generate a response with background, and record its end."""
     failure: APIError | None = APIError(GONE, "the response was cancelled")
     try:
@@ -290,7 +286,7 @@ def _history(http: HTTPRequest, context: AppContext, given: ResponsesRequest) ->
     """Return the items of the earlier turns. Raises: APIError"""
     if given.previous_response_id is None:
         return ()
-    return _found(http, context, given.previous_response_id, "previous_response_id").items()
+    return conversation_of(_found(http, context, given.previous_response_id, "previous_response_id"))
 
 
 def _keep(store: ResponseFiles | None, tenant: str, turn: _Turn, response: responses.ResponseObject) -> None:

@@ -25,7 +25,7 @@ from services.config import FrontendConfig
 from services.frontend.errors import APIError, invalid
 from services.frontend.responses_api import response_file
 from services.frontend.responses_api.answers import failed_event, joined
-from services.frontend.responses_api.background import BackgroundRun, OthersRun, Run
+from services.frontend.responses_api.background import OthersRun, OwnRun, Run
 from services.frontend.responses_api.responses import ResponseObject
 from services.frontend.responses_api.schemas import Item
 from services.private import private_directory
@@ -60,54 +60,42 @@ class Orphan:
 
     id: str
     origin: response_file.Origin
-    log: response_file.FileLog
+    run: OwnRun
     content: response_file.FileContent
 
     def fail(self, error: APIError) -> None:
         """End the response, which cannot go on."""
         events = self.content.events
-        self.log.write(*failed_event(joined(events), error, len(events)))
+        self.run.write(*failed_event(joined(events), error, len(events)))
 
 
 GoOn = Callable[[Orphan], None]
 """Starts the run of a response from its orphan, or ends it. Raises: APIError, if neither can be done now"""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """A stored response, which clients may continue by `previous_response_id`."""
+Stored = response_file.FileContent | Run
+"""A stored response, which clients may continue by `previous_response_id`. One that was created with `background` is a
+run, which may grow."""
 
-    head: response_file.StoredHead
-    written: bytes | Run
-    """The response; that of one which was created with `background` may grow."""
 
-    @property
-    def response(self) -> bytes:
-        """The response as it is now."""
-        return self.written if isinstance(self.written, bytes) else self.written.response
+def conversation_of(stored: Stored) -> list[Item]:
+    """Return the conversation up to and with the answer. Raises: APIError, if the answer is not whole"""
+    response = msgspec.json.decode(stored.response)
+    if response.get("status") in _NOT_CONTINUED:
+        raise invalid(
+            f"the response is {response['status']}; only one that is completed or incomplete can be continued",
+            "previous_response_id",
+        )
+    return stored.head.items() + response_file.ITEM_LIST.validate_python(response["output"])
 
-    def items(self) -> list[Item]:
-        """Return the conversation up to and with the answer. Raises: APIError, if the answer is not whole"""
-        response = msgspec.json.decode(self.response)
-        if response.get("status") in _NOT_CONTINUED:
-            raise invalid(
-                f"the response is {response['status']}; only one that is completed or incomplete can be continued",
-                "previous_response_id",
-            )
-        return self.head.items() + response_file.ITEM_LIST.validate_python(response["output"])
 
-    def run(self, param: str | None = None) -> Run:
-        """Return the run of a response with `background`. Raises: APIError, if it is another one"""
-        if isinstance(self.written, bytes):
-            raise invalid(
-                "this response was not created with background; its events were not kept, and it cannot be cancelled",
-                param,
-            )
-        return self.written
-
-    def given(self) -> list[Item]:
-        """Return the items of this turn's request."""
-        return self.head.items()[-self.head.num_given :]
+def run_of(stored: Stored, param: str | None = None) -> Run:
+    """Return the run of a response with `background`. Raises: APIError, if it is another one"""
+    if isinstance(stored, response_file.FileContent):
+        raise invalid(
+            "this response was not created with background; its events were not kept, and it cannot be cancelled", param
+        )
+    return stored
 
 
 def not_stored(id: str, param: str | None) -> APIError:
@@ -157,7 +145,7 @@ class ResponseFiles:
 
     def __init__(self, directory: Path, max_bytes: int = MAX_BYTES, max_files: int = MAX_FILES) -> None:
         self._directory, self._max_bytes, self._max_files = directory, max_bytes, max_files
-        self._runs: dict[Path, BackgroundRun] = {}
+        self._runs: dict[Path, OwnRun] = {}
         """Runs of this frontend that have not ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._growth = 0
@@ -175,29 +163,28 @@ class ResponseFiles:
         if len(bytes(head.conversation)) + len(data) > self._max_bytes:
             return
         with contextlib.suppress(APIError):
-            response_file.FileLog(self._path(tenant, response["id"]), head, self._grow).write(b"", data)
+            OwnRun(self._path(tenant, response["id"]), head, self._grow).write(b"", data)
         self._grow(BLOCK)  # the last block is not full
 
-    def log(self, tenant: str, id: str, head: response_file.StoredHead) -> response_file.FileLog:
-        """Return where the events of a response with `background` are kept.
+    def new_run(self, tenant: str, id: str, head: response_file.StoredHead) -> OwnRun:
+        """Return a response with `background`, which can be started.
 
         Raises: APIError, if the request is larger than the store
         """
         if len(bytes(head.conversation)) > self._max_bytes:
             raise APIError(413, f"the request is larger than the store of responses ({self._max_bytes} bytes)")
-        return response_file.FileLog(self._path(tenant, id), head, self._grow)
+        return OwnRun(self._path(tenant, id), head, self._grow)
 
     def _grow(self, num_bytes: int) -> None:
         self._growth += num_bytes
         if self._growth > self._max_bytes * GROWTH_PER_CHECK:
             self._has_grown.set()
 
-    def begin(self, run: BackgroundRun, finishing: Coroutine[Any, Any, None]) -> None:
+    def begin(self, run: OwnRun, finishing: Coroutine[Any, Any, None]) -> None:
         """Keep a run that has started, and the work that finishes it, until both end."""
-        events = run.events
-        self._runs[events.path] = run
-        events.on_failure = run.fail
-        self._keep(events.watch(run.fail)).add_done_callback(lambda _: self._runs.pop(events.path, None))
+        run.has_begun = True
+        self._runs[run.path] = run
+        self._keep(run.watch()).add_done_callback(lambda _: self._runs.pop(run.path, None))
         self._keep(finishing)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -206,7 +193,7 @@ class ResponseFiles:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def get(self, tenant: str, id: str, param: str | None = None, go_on: GoOn | None = None) -> StoredResponse:
+    def get(self, tenant: str, id: str, param: str | None = None, go_on: GoOn | None = None) -> Stored:
         """Return a response of any frontend.
 
         Args:
@@ -219,17 +206,14 @@ class ResponseFiles:
         def take_up() -> bool:
             return path not in self._runs and go_on is not None and self._take_up(path, id, param, go_on)
 
-        written: bytes | Run
         if (own := self._runs.get(path)) is not None and path.exists():
-            head, written = own.events.head, own
-        else:
-            content = response_file.FileContent(self._read(path, id, param))
-            head, written = content.head, content.last
-            if head.origin is not None:
-                if not content.last:
-                    take_up()
-                written = self._runs.get(path) or OthersRun(path, content, take_up)
-        return StoredResponse(head, written)
+            return own
+        content = response_file.FileContent(self._read(path, id, param))
+        if content.head.origin is None:
+            return content
+        if not content.last:
+            take_up()
+        return self._runs.get(path) or OthersRun(path, content, take_up)
 
     def _read(self, path: Path, id: str, param: str | None) -> bytes:
         """Raises: APIError"""
@@ -263,7 +247,7 @@ class ResponseFiles:
             except OSError as error:
                 raise response_file.not_written(path, error) from None
             stack.pop_all()
-        go_on(Orphan(id, origin, response_file.FileLog(path, content.head, self._grow, lock), content))
+        go_on(Orphan(id, origin, OwnRun(path, content.head, self._grow, lock), content))
         log.warning("a response of a lost frontend was taken up: id=%s", id)
         return True
 

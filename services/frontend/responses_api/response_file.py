@@ -4,13 +4,9 @@ It has a line of JSON with what the response is made from, then a line for each 
 the response itself; one that is not complete was torn by a crash and does not count.
 """
 
-import asyncio
-import contextlib
-import fcntl
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,17 +14,14 @@ import msgspec
 from pydantic import TypeAdapter
 
 from protocol.lora import LoRAAdapter
-from services.frontend.engine.ledger import RequestLedger
-from services.frontend.errors import GONE, APIError
+from services.frontend.errors import APIError
 from services.frontend.json_text import json_text
-from services.frontend.openai.answers.choice import Choice, Delivered
+from services.frontend.openai.answers.choice import Delivered
 from services.frontend.responses_api.answers import END_OF_EVENT, joined
 from services.frontend.responses_api.schemas import Item
 
 log = logging.getLogger("runahead.frontend")
 
-WATCH_INTERVAL = 0.25
-"""Seconds between two looks for another frontend that cancelled or deleted a response of this one."""
 READ_SIZE = 1 << 20
 CANCEL = ".cancel"
 """End of the name of a file that says that a response is to be cancelled."""
@@ -68,6 +61,10 @@ class StoredHead(msgspec.Struct):
 
     def items(self) -> list[Item]:
         return ITEM_LIST.validate_json(bytes(self.conversation))
+
+    def given(self) -> list[Item]:
+        """Return the items of this turn's request."""
+        return self.items()[-self.num_given :]
 
     @property
     def history(self) -> list[Item]:
@@ -131,139 +128,6 @@ class FileContent:
         batches = [batch for line in self.lines for batch in line.batches]
         identity = next((line.identity for line in reversed(self.lines) if line.identity), "")
         return Delivered(batches, "".join(line.events for line in self.lines[1:]).encode(), identity)
-
-
-@dataclass(eq=False)
-class FileLog:
-    """Events of a response that this frontend generates. The file is made with the first ones.
-
-    The sink of a `ResponseStream`, which is never full.
-    """
-
-    path: Path
-    head: StoredHead
-    _on_growth: Callable[[int], None]
-    """Called with the number of bytes that were written."""
-    _lock: int | None = None
-    """The open file, if there is one."""
-
-    def __post_init__(self) -> None:
-        self.on_failure: Callable[[APIError], None] | None = None
-        """Fails the response. None until the first events are written."""
-        self.on_writable: Callable[[], None] | None = None
-        self.is_full = self.is_complete = False
-        self._grown = asyncio.Event()
-        self._batches: list[list[int]] = []
-        self._identity, self._num_tokens = "", 0
-        self._fed: Callable[[], tuple[list[int], str]] | None = None
-        self._unwritten = b""
-        """Events that the file does not have."""
-
-    def follow(self, choice: Choice, ledger: RequestLedger, delivered: Delivered) -> None:
-        """Write the tokens of this choice with their events, behind those that the file has."""
-        self._num_tokens = sum(map(len, delivered.batches))
-
-        def fed() -> tuple[list[int], str]:
-            entry, end = ledger.entry(choice.number), choice.num_unfinished_tokens
-            return choice.output[self._num_tokens : end], entry.identity if entry else ""
-
-        self._fed = fed
-
-    def on_chunk(self) -> None:
-        if self._fed is not None:  # not while the tokens of a lost frontend are replayed
-            tokens, self._identity = self._fed()
-            self._num_tokens += len(tokens)
-            self._batches.append(tokens)
-
-    def body_writer(self) -> Callable[[bytes], None]:
-        return self.write
-
-    def write(self, data: bytes, response: bytes = b"") -> None:
-        """Add complete events. With the last ones comes the response, as JSON.
-
-        Raises: APIError, if the first events cannot be written
-        """
-        self.is_complete |= bool(response)
-        if self._unwritten:
-            self._unwritten += data
-        else:
-            line = StoredLine(data.decode(), self._batches, self._identity)
-            if response:
-                line.response = msgspec.Raw(response)
-            self._batches = []
-            try:
-                self._append(msgspec.json.encode(line) + b"\n")
-            except OSError as error:
-                self._on_error(error, data)
-        if response:
-            self.release()
-        self._grown.set()
-        self._grown = asyncio.Event()
-
-    def release(self) -> None:
-        """Give up the lock."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _append(self, line: bytes) -> None:
-        """Raises: OSError"""
-        if self._lock is None:
-            self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            line = msgspec.json.encode(self.head) + b"\n" + line
-        write_all(self._lock, line)
-        self._on_growth(len(line))
-
-    def _on_error(self, error: OSError, data: bytes) -> None:
-        """Give up the file, so that no other frontend goes on from it."""
-        self._unwritten = data
-        with contextlib.suppress(OSError):
-            self.path.unlink()
-        failure = not_written(self.path, error)
-        if self.on_failure is None:
-            self.release()
-            raise failure
-        self.on_failure(failure)
-
-    async def behind(self, number: int) -> AsyncIterator[bytes]:
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            async for events in follow_file(file, number, self._more):
-                yield events
-        if self._unwritten:
-            yield self._unwritten
-
-    async def _more(self) -> bool:
-        if not self.is_complete and not self._unwritten:
-            await self._grown.wait()
-            return True
-        await self.complete()
-        return False
-
-    async def complete(self) -> None:
-        """Wait for the last event."""
-        while not self.is_complete:
-            await self._grown.wait()
-
-    async def watch(self, fail: Callable[[APIError], None]) -> None:
-        """Fail the response when its file is deleted, or another frontend cancels it, until it ends."""
-        marker = self.path.with_suffix(CANCEL)
-        while True:
-            if self._lock is None or self.is_complete:
-                marker.unlink(missing_ok=True)
-                return
-            if not os.fstat(self._lock).st_nlink and not self._unwritten:
-                fail(APIError(500, "the response was deleted, or had no room in the store of responses"))
-            elif marker.exists():
-                fail(APIError(GONE, "the response was cancelled"))
-            await asyncio.sleep(WATCH_INTERVAL)
-
-
-def write_all(file: int, data: bytes) -> None:
-    """Raises: OSError"""
-    while data:
-        data = data[os.write(file, data) :]
 
 
 def not_written(path: Path, error: OSError) -> APIError:

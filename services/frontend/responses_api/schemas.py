@@ -7,9 +7,8 @@ from pydantic import Tag as _Tag
 
 from services.frontend.openai.schemas import fields
 from services.frontend.openai.schemas.messages import FunctionDefinition, FunctionName, RefusalPart
-from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.open_object import Neutral, OpenObject
 from services.frontend.openai.schemas.requests import SampledRequest
-from services.frontend.openai.schemas.unserved import Neutral
 
 
 class InputText(OpenObject):

@@ -3,22 +3,20 @@
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from msgspec.structs import replace
 
 from services.checkpoint import CheckpointError, read_json, read_text
 from services.frontend.errors import invalid
 from services.frontend.templates import call_form
-from services.frontend.templates.jobs import LimitReached, Rendered, RenderJob, TemplateRefused, TemplateSources
+from services.frontend.templates.jobs import Conversation, LimitReached, Rendered, TemplateRefused, TemplateSources
 from services.frontend.templates.renderer import Renderer, broken
 
-RENDER_SECONDS = 1.0
-"""Limit of processor time to render the messages of one request."""
 TRIAL_SECONDS = 2.0
-"""The same for each of the conversations that a template is tried with."""
+"""Limit of processor time to render each of the conversations that a template is tried with."""
 MAX_VALUES, MAX_VALUE_DEPTH, MAX_VALUE_CHARS = 1024, 8, 65_536
 """Limits of one of the `chat_template_kwargs`."""
 MAX_NUMBER = 2**31
@@ -81,20 +79,6 @@ def find_template(checkpoint: Path, override: str | None, kind: str = "default")
     return found if isinstance(found, str) else None
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Variables of a template."""
-
-    messages: list[dict[str, Any]]
-    """The arguments of tool calls are objects."""
-    tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    """The prompt ends inside the last message, so that the model continues it."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """`chat_template_kwargs`: values for other variables of the template."""
-
-
 class ChatTemplate:
     """The template of a model. Its variables are the same as in transformers: messages, tools, special tokens, helpers.
 
@@ -133,7 +117,7 @@ class ChatTemplate:
     def try_out(self) -> None:
         """Render short conversations, which the template may refuse. Raises: CheckpointError, if it reaches a limit"""
         for messages, tools in _TRIALS:
-            job = RenderJob(self._call_form.of(messages), tools, True, {}, TRIAL_SECONDS)
+            job = Conversation(self._call_form.of(messages), tools, seconds=TRIAL_SECONDS)
             if self._renderer and isinstance(outcome := self._renderer.render(job), LimitReached):
                 raise broken(f"with a short conversation, {outcome.reason}")
 
@@ -141,7 +125,7 @@ class ChatTemplate:
         """Return the prompt of these messages, "" if it does not have their probe."""
         if self._renderer is None or self._reaches_limit:
             return ""
-        outcome = self._renderer.render(RenderJob(messages, tools, True, {}, RENDER_SECONDS))
+        outcome = self._renderer.render(Conversation(messages, tools))
         self._reaches_limit = isinstance(outcome, LimitReached)
         return outcome.text if isinstance(outcome, Rendered) and _PROBE in outcome.text else ""
 
@@ -171,9 +155,8 @@ class ChatTemplate:
         part_roles = self._part_roles if given.tools is None else self._part_roles_with_tools
         messages = [self._formed(message, part_roles) for message in self._call_form.of(messages)]
         messages = _with_marker(messages) if given.continue_final_message else messages
-        variables = _allowed(given.variables, self._special)
-        job = RenderJob(messages, given.tools, given.add_generation_prompt, variables, RENDER_SECONDS)
-        match self._renderer.render(job):
+        _check_variables(given.variables, self._special)
+        match self._renderer.render(replace(given, messages=messages)):
             case Rendered(text):
                 return _cut(text) if given.continue_final_message else text
             case TemplateRefused(reason):
@@ -206,8 +189,8 @@ def _as_parts(text: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text}]
 
 
-def _allowed(given: Mapping[str, Any], special: Mapping[str, str]) -> dict[str, Any]:
-    """Return the given values. Raises: APIError"""
+def _check_variables(given: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Raises: APIError"""
     for name, value in given.items():
         if name in _RESERVED or name in special or name in jinja2.defaults.DEFAULT_NAMESPACE:
             raise invalid(f"chat_template_kwargs may not set {name:.80}", "chat_template_kwargs")
@@ -217,7 +200,6 @@ def _allowed(given: Mapping[str, Any], special: Mapping[str, str]) -> dict[str, 
         if not _is_small(value):
             message = f"chat_template_kwargs.{name} is too large"
             raise invalid(message, "chat_template_kwargs", logged="chat_template_kwargs: a value is too large")
-    return dict(given)
 
 
 def _is_small(value: Any) -> bool:

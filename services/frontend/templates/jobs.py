@@ -4,6 +4,7 @@ They are JSON, because clients' values may have integers of any size.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -21,14 +22,19 @@ class TemplateSources(msgspec.Struct, array_like=True):
     """Special tokens, which are variables of the templates."""
 
 
-class RenderJob(msgspec.Struct, array_like=True):
+class Conversation(msgspec.Struct, array_like=True, frozen=True):
+    """Variables of a template."""
+
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    add_generation_prompt: bool
-    variables: dict[str, Any]
-    """Values for other variables; those that the template does not have are ignored."""
-    seconds: float
-    """Limit of processor time."""
+    """The arguments of tool calls are objects."""
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The prompt ends inside the last message, so that the model continues it."""
+    variables: Mapping[str, Any] = {}
+    """`chat_template_kwargs`: values for other variables; those that the template does not have are ignored."""
+    seconds: float = 1.0
+    """Limit of processor time to render it."""
 
 
 class Rendered(msgspec.Struct, array_like=True, tag=True):

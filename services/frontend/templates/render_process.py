@@ -43,7 +43,7 @@ class CompiledTemplates:
             for text in (sources.default, sources.tool_use)
         )
 
-    def render(self, job: jobs.RenderJob) -> jobs.Outcome:
+    def render(self, job: jobs.Conversation) -> jobs.Outcome:
         compiled = self._tool_use if job.tools is not None and self._tool_use is not None else self._default
         if compiled is None:
             return jobs.TemplatesBroken("there is no template for a conversation without tools")
@@ -85,7 +85,7 @@ def _compile(data: bytes) -> tuple[CompiledTemplates | None, jobs.Outcome]:
 
 def _outcome(templates: CompiledTemplates, data: bytes) -> jobs.Outcome:
     try:
-        job: jobs.RenderJob = jobs.decode(data, jobs.RenderJob)
+        job: jobs.Conversation = jobs.decode(data, jobs.Conversation)
         _limit_seconds(job.seconds)
         return templates.render(job)
     except MemoryError:

@@ -43,7 +43,7 @@ class Renderer:
             raise broken(outcome.reason)
         return process
 
-    def render(self, job: jobs.RenderJob) -> jobs.Outcome:
+    def render(self, job: jobs.Conversation) -> jobs.Outcome:
         with self._lock:
             if self._process is None or not self._process.is_alive:  # a process that ends while idle harms no request
                 self._process = self._started()

@@ -23,7 +23,7 @@ class HarmonyParser(ToolParser):
     markers = (_CHANNEL, _START, _MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
     is_for_all_answers = True
 
-    def _read(self) -> Parsing[None]:
+    def _answer(self) -> Parsing[None]:
         self._buffer.keep(MAX_HELD)
         try:  # the prompt ends with the role, and a recipient may follow it
             marker = yield from next_word(self._buffer, _TO)

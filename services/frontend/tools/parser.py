@@ -1,4 +1,4 @@
-"""Base of the parsers of tool calls: text in, events out. No I/O, no clock.
+"""Base of the parsers of tool calls.
 
 A call that is never completed is content, as written. An eager parser returns a call as soon as its name is known and
 its arguments begin. Returned events cannot be revoked: if such a call breaks later, its returned part stays and the
@@ -8,13 +8,12 @@ rest is content. White space around calls is dropped.
 import json
 import re
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent
+from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, TextParser
 from services.frontend.parsing.json_reader import check_value, next_word, pass_until, read_text, read_value, read_word
-from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer, Trimmer
+from services.frontend.parsing.text_buffer import ParseError, Parsing, Trimmer
 from services.frontend.tools.schema import MAX_NAME, NAME_PATTERN, list_format
 
 MAX_HELD = 65_536
@@ -30,7 +29,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _BESIDE_NAME = ("type", "id")
 
 
-class ToolParser(ABC):
+class ToolParser(TextParser):
     """Finds the calls in one answer."""
 
     markers: ClassVar[tuple[str, ...]] = ()
@@ -79,14 +78,11 @@ class ToolParser(ABC):
         """Position in the last chunk where the arguments begin that were not returned."""
         self._held = ""
         """The beginning of an escape, or of a surrogate pair, at their end."""
-        self._events: list[ParsedEvent] = []
         self._trimmer = Trimmer()
-        self._has_content = self._has_calls = False
+        self._has_calls = False
         self._is_after_call = False
         """True while only white space has followed a complete call."""
-        self._buffer = TextBuffer()
-        self._parsing: Generator[None, None, None] = self._read()
-        next(self._parsing)
+        super().__init__()
 
     @classmethod
     def grammar(cls, tools: Mapping[str, Any], max_calls: int | None) -> dict[str, Any] | None:
@@ -99,29 +95,12 @@ class ToolParser(ABC):
         """
         return None if cls.listed is None else list_format(cls.listed, tools, max_calls)
 
-    def push(self, text: str) -> list[ParsedEvent]:
-        if not text:
-            return []
-        if self._arguments_from is not None:
-            self._arguments_from = 0
-        self._buffer.push(text)
-        next(self._parsing)
-        self._emit_arguments()
-        return self._take()
-
-    def finish(self) -> list[ParsedEvent]:
-        """Return the remaining events, when no more text follows."""
-        self._buffer.close()
-        next(self._parsing, None)
+    def _read(self) -> Parsing[None]:
+        yield from self._answer()
         if not self._has_calls and (space := self._trimmer.flush()):
             self._events.append(Content(space))
-        return self._take()
 
-    def _take(self) -> list[ParsedEvent]:
-        events, self._events = self._events, []
-        return events
-
-    def _read(self) -> Parsing[None]:
+    def _answer(self) -> Parsing[None]:
         """Parse the format up to the end of the text."""
         if self.may_be_bare:
             self._buffer.keep(MAX_HELD)
@@ -138,9 +117,10 @@ class ToolParser(ABC):
             else:
                 self._break()
 
-    @abstractmethod
     def _calls(self, marker: str) -> Parsing[None]:
-        """Read what follows an opening; "": calls that nothing marks. Raises: ParseError"""
+        """Read what follows an opening; "": calls that nothing marks, whose names must be known in a format that also
+        marks calls. By default they are in an array. Raises: ParseError"""
+        return self._list(strict=not marker and bool(self.openings))
 
     def _id(self) -> str:
         """Return a unique id for a call."""
@@ -149,10 +129,9 @@ class ToolParser(ABC):
     # Parts of formats.
 
     def _content(self, text: str) -> None:
-        begun = self._has_content or not self._has_calls
-        if shown := self._trimmer.push(text, begun):
+        if shown := self._trimmer.push(text, keeps_begin=not self._has_calls):
             self._events.append(Content(shown))
-            self._has_content, self._is_after_call = True, False
+            self._is_after_call = False
 
     def _content_until(self, *markers: str) -> Parsing[str]:
         """Read content up to one of `markers`; return the marker, "" at the end of the text.
@@ -265,7 +244,10 @@ class ToolParser(ABC):
             raise ParseError
         self._start(name)
         self._arguments_from, self._held = self._buffer.position, ""
-        yield from read_value(self._buffer)
+        for _ in read_value(self._buffer):  # it needs more text
+            self._emit_arguments()
+            yield
+            self._arguments_from = self._buffer.position
         self._emit_arguments()
         self._arguments_from = None
 

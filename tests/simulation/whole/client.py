@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from protocol.lora import LoRAAdapter
 from protocol.requests import Finish, FinishReason
@@ -16,8 +16,7 @@ from services.frontend.engine.client import NO_PROMPT, EngineClient, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError
 from services.frontend.placement import Placement
-from services.frontend.placement.decisions import LoadAhead
-from services.frontend.placement.records import BlocksCleared, BlocksRemoved, BlocksStored, Record
+from services.frontend.placement.records import Record
 from tests.simulation.grammar import Automaton
 from tests.simulation.reference import ExpectedAnswer, reference
 from tests.simulation.whole.device import MAX_MODEL_LEN, VOCAB
@@ -128,14 +127,14 @@ class SimulatedFrontend:
         self.process.do(self._start)
 
     def _follow(self, record: Record) -> None:
-        match record:
-            case BlocksStored(name, names):
+        match record.__struct_config__.tag, *astuple(record):
+            case "blocks_stored", name, names:
                 self.blocks[name].update(names)
-            case BlocksRemoved(name, names):
+            case "blocks_removed", name, names:
                 self.blocks[name].difference_update(names)
-            case BlocksCleared(name):
+            case "blocks_cleared", name:
                 self.blocks[name].clear()
-            case LoadAhead():
+            case "load_ahead", *_:
                 self.happened["blocks loaded ahead"] += 1
 
     def _start(self) -> None:

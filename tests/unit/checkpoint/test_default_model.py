@@ -8,7 +8,8 @@ from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL, default_dtype, default_model, model_name, resolve, special_tokens
 from services.checkpoint.gguf import read_header
 from services.frontend.openai.parameters.sampling import SamplingDefaults
-from services.frontend.templates.chat_template import ChatTemplate, Conversation, find_template
+from services.frontend.templates.chat_template import ChatTemplate, find_template
+from services.frontend.templates.jobs import Conversation
 
 PACKAGED = default_model.packaged_model()
 installed = pytest.mark.skipif(PACKAGED is None, reason="deploy/model.txt is not installed")

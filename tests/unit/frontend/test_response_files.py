@@ -11,7 +11,7 @@ from services.cli.preflight import check_responses
 from services.cli.settings import ConfigurationError
 from services.config import FrontendConfig
 from services.frontend.errors import APIError
-from services.frontend.responses_api.files import MAX_SECONDS, ResponseFiles, response_files
+from services.frontend.responses_api.files import MAX_SECONDS, ResponseFiles, conversation_of, response_files
 from services.frontend.responses_api.items import new_id
 from services.frontend.responses_api.response_file import Origin, StoredHead, follow_file
 from services.frontend.responses_api.schemas import InputMessage
@@ -44,9 +44,9 @@ def test_stored_response_is_that_which_was_added(tmp_path: Path) -> None:
     files = ResponseFiles(tmp_path)
     id = added(files, tmp_path, "", 0)
     found = files.get("", id)
-    assert found.items()[:2] == [*GIVEN, *GIVEN]
-    assert found.given() == GIVEN
-    assert len(found.items()) == 3
+    assert conversation_of(found)[:2] == [*GIVEN, *GIVEN]
+    assert found.head.given() == GIVEN
+    assert len(conversation_of(found)) == 3
     files.delete("", id)
     with pytest.raises(APIError):
         files.delete("", id)
@@ -91,7 +91,7 @@ def test_giant_is_not_stored(tmp_path: Path) -> None:
     giant: Any = {"id": new_id("resp"), "output": []}
     files.add("", StoredHead.of([], text), giant)
     with pytest.raises(APIError, match="larger than the store"):
-        files.log("", new_id("resp"), StoredHead.of([], text, Origin("", "demo", 0, b"", b"")))
+        files.new_run("", new_id("resp"), StoredHead.of([], text, Origin("", "demo", 0, b"", b"")))
     files.prune()
     assert (is_stored(files, "", id), is_stored(files, "", giant["id"])) == (True, False)
 

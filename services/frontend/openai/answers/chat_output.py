@@ -84,11 +84,11 @@ class AnswerParser:
         if self._thinking is None:
             if calls is None:
                 return [Content(text)] if text else []
-            return calls.push(text) + (calls.finish() if is_last else [])
-        events = self._thinking.push(text) + (self._thinking.finish() if is_last else [])
+            return calls.push(text, is_last)
+        events = self._thinking.push(text, is_last)
         if calls is None:
             return events
         found: list[ParsedEvent] = []
         for event in events:
             found += calls.push(event.text) if isinstance(event, Content) else [event]
-        return found + (calls.finish() if is_last else [])
+        return found + (calls.push("", is_last) if is_last else [])

@@ -10,10 +10,9 @@ from services.frontend.engine.client import EngineClient, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream
 from services.frontend.errors import APIError
 from services.frontend.metrics import Metrics
-from services.frontend.openai.answers.chunk import Chunk
+from services.frontend.openai.answers.chunk import ChoiceWriter, Chunk
 from services.frontend.openai.answers.logprobs import LogprobFormatter, LogprobQueue
 from services.frontend.openai.answers.usage import UsageCounter
-from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.openai.parameters.structured import constraint_field
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest

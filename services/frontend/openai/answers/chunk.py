@@ -1,29 +1,14 @@
-"""The unit between the engine's outputs and a dialect: what one choice grows by."""
+"""The unit between the engine's outputs and a dialect: what one choice grows by. Its receivers: `events` has those of
+streams; answers that are sent as a whole are collected here."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.frontend.openai.schemas.responses import FinishName
 
-
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A token with its text and log-probability."""
-
-    text: str
-    """Bytes that are no complete character are U+FFFD."""
-    raw: bytes
-    logprob: float | None
-    """Finite. None for the first token of a prompt, which nothing precedes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredPosition:
-    """The token at one position, and the most likely tokens there in descending order."""
-
-    token: ScoredToken
-    top: tuple[ScoredToken, ...]
-    offset: int
-    """Characters before it in the answer's text."""
+ScoredPosition = Any
+"""Log-probabilities at one position, as `LogprobFormatter.position` of the dialect returns them."""
 
 
 @dataclass(slots=True)
@@ -61,3 +46,27 @@ class Chunk:
             if chunk.prompt_token_ids is not None:
                 whole.prompt_token_ids = chunk.prompt_token_ids
         return whole
+
+
+class ChoiceWriter(ABC):
+    """Takes the chunks of one choice; returns the bytes to write for each."""
+
+    __slots__ = ()
+
+    def text(self, text: str) -> bytes:
+        """Take a chunk that is only text; not empty."""
+        return self.chunk(Chunk(text))
+
+    @abstractmethod
+    def chunk(self, chunk: Chunk) -> bytes: ...
+
+
+class ChunkCollector(ChoiceWriter):
+    """Keeps the chunks of a choice whose answer is sent as a whole."""
+
+    def __init__(self) -> None:
+        self.chunks: list[Chunk] = []
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        self.chunks.append(chunk)
+        return b""

@@ -1,11 +1,15 @@
 """The JSON of completions and of chat, whole and streamed."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
+from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.logprobs import chat_json, completion_json
+from services.frontend.openai.answers.usage import ReasoningCounter
 from services.frontend.openai.schemas import responses
+from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
+from services.frontend.tools.json_calls import NamedParser
 
 
 class CompletionDialect:
@@ -64,15 +68,26 @@ class CompletionDialect:
 
 @dataclass
 class ChatDialect:
-    prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
-    has_constant_frame = True
-    no_content: ClassVar[str | None] = ""
-    """Content before any text."""
+    """Chat answers, whose text is split into reasoning, tool calls and content."""
 
+    prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
+
+    output: ChatOutput
+    reasoning: ReasoningCounter
     role: str = "assistant"
     """Role of the message."""
     beginning: str = ""
     """The part of the message that the conversation already has, if it is to be shown."""
+    _parsers: dict[int, AnswerParser] = field(default_factory=dict)
+    """By choice, of a stream."""
+
+    @property
+    def has_constant_frame(self) -> bool:
+        return self.output.tools.parser is None and self.output.start is None  # all text is content
+
+    @property
+    def _shows_reasoning(self) -> bool:
+        return self.output.body.include_reasoning is not False
 
     def answer(
         self,
@@ -97,15 +112,28 @@ class ChatDialect:
         return answer
 
     def counted(self, usage: responses.Usage) -> responses.Usage:
+        num_reasoning = self.reasoning.total()
+        if self.output.start is not None or num_reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage
 
     def choice(self, index: int, whole: Chunk) -> responses.ChatChoice:
-        message: responses.ChatMessage = {"role": self.role, "content": self.beginning + whole.text, "refusal": None}
+        parser = AnswerParser(self.output, eager=False)
+        delta = self._parsed(index, parser.push(whole.text, is_last=True))
+        content, reasons = self.beginning + (delta.get("content") or ""), self.output.start is not None
+        message: responses.ChatMessage = {"role": self.role, "content": content, "refusal": None}
+        if calls := delta.get("tool_calls"):
+            found: list[Any] = [{"id": c["id"], "type": c["type"], "function": c["function"]} for c in calls]
+            message["tool_calls"] = found
+        if self._shows_reasoning and (reasons or "reasoning" in delta):
+            message["reasoning_content"] = message["reasoning"] = delta.get("reasoning")
+        if not content and (calls or reasons):
+            message["content"] = None
         choice: responses.ChatChoice = {
             "index": index,
             "message": message,
             "logprobs": chat_json(whole.logprobs) if whole.logprobs else None,
-            "finish_reason": whole.finish,
+            "finish_reason": self._finish(whole, parser),
             "stop_reason": whole.stop,
         }
         if whole.token_ids is not None:
@@ -113,24 +141,67 @@ class ChatDialect:
         return choice
 
     def opening(self, index: int) -> responses.ChatDelta:
-        delta: responses.MessageDelta = {"role": self.role, "content": self.beginning or self.no_content}
+        no_content = "" if self.has_constant_frame else None  # other answers may have none
+        delta: responses.MessageDelta = {"role": self.role, "content": self.beginning or no_content}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def deltas(self, index: int, chunk: Chunk) -> list[responses.ChatDelta]:
-        return [self._delta(index, chunk, {"content": chunk.text} if chunk.text else {})]
+        if self.has_constant_frame:
+            return [self._delta(index, chunk, {"content": chunk.text} if chunk.text else {}, chunk.finish)]
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = AnswerParser(self.output, eager=True)
+        delta = self._parsed(index, parser.push(chunk.text, is_last=chunk.finish is not None))
+        if not delta and chunk.is_text_only:
+            return []
+        return [self._delta(index, chunk, delta, self._finish(chunk, parser))]
 
-    def _delta(self, index: int, chunk: Chunk, delta: responses.MessageDelta) -> responses.ChatDelta:
+    def _delta(
+        self, index: int, chunk: Chunk, delta: responses.MessageDelta, finish: responses.FinishName | None
+    ) -> responses.ChatDelta:
         choice: responses.ChatDelta = {
             "index": index,
             "delta": delta,
             "logprobs": chat_json(chunk.logprobs) if chunk.logprobs else None,
-            "finish_reason": chunk.finish,
+            "finish_reason": finish,
         }
         if chunk.token_ids is not None:
             choice["token_ids"] = chunk.token_ids
-        if chunk.finish is not None:
+        if finish is not None:
             choice["stop_reason"] = chunk.stop
         return choice
+
+    def _finish(self, chunk: Chunk, parser: AnswerParser) -> responses.FinishName | None:
+        """Return "tool_calls" for an answer that has calls, but not if the client named the one tool to call: OpenAI
+        and vLLM report "stop" then."""
+        is_call = chunk.finish == "stop" and parser.num_calls > 0 and self.output.tools.parser is not NamedParser
+        return "tool_calls" if is_call else chunk.finish
+
+    def _parsed(self, choice: int, events: list[ParsedEvent]) -> responses.MessageDelta:
+        """Return one delta for all events: texts of a kind are joined, and so are the parts of a call."""
+        delta: responses.MessageDelta = {}
+        calls: dict[int, responses.CallDelta] = {}
+        for event in events:
+            match event:
+                case Content(text):
+                    delta["content"] = (delta.get("content") or "") + text
+                case Reasoning(text):
+                    self.reasoning.add(text, choice)
+                    if self._shows_reasoning:
+                        delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text
+                case CallStart(index, id, name):
+                    calls[index] = {
+                        "index": index,
+                        "id": id,
+                        "type": "function",
+                        "function": {"name": name, "arguments": ""},
+                    }
+                case Arguments(index, text):
+                    call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                    call["function"]["arguments"] += text
+        if calls:
+            delta["tool_calls"] = list(calls.values())
+        return delta
 
 
 Dialect = CompletionDialect | ChatDialect

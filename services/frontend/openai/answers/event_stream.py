@@ -11,11 +11,15 @@ from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import GONE, APIError
 from services.frontend.http.asgi_sink import ASGISink
 from services.frontend.http.connection import Connection
-from services.frontend.openai.answers.writers import AnswerWriter
+from services.frontend.openai.answers.chunk import ChoiceWriter
 
 
-class StreamEncoder(AnswerWriter, Protocol):
+class StreamEncoder(Protocol):
     """Writes the events of one HTTP response."""
+
+    def next_choice(self) -> ChoiceWriter:
+        """Return the writer of the next choice."""
+        ...
 
     def opening(self) -> bytes:
         """Return the events that precede any text."""
@@ -61,7 +65,7 @@ class EventStream(Response):
                     last = self._encoder.opening() + self._first
                     if self._stream.num_open:
                         if last:
-                            sink.body_writer()(last)
+                            sink.write(last)
                         last = await self._stream.last(sink)
                 last += self._encoder.closing()
                 failure = None

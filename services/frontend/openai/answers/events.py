@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 
 from services.frontend.errors import APIError
-from services.frontend.openai.answers.chunk import Chunk
+from services.frontend.openai.answers.chunk import ChoiceWriter, Chunk
 from services.frontend.openai.answers.dialects import Dialect
 from services.frontend.openai.answers.usage import UsageCounter
-from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.openai.schemas.requests import StreamOptions
 from services.frontend.openai.schemas.responses import AnswerHead, ChatDelta, CompletionChoice
 

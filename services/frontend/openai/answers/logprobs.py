@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.frontend.engine.streams import RawLogprobs
-from services.frontend.openai.answers.chunk import ScoredPosition, ScoredToken
+from services.frontend.openai.answers.chunk import ScoredPosition
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas import responses
 from services.frontend.text.token_texts import TokenTexts
@@ -16,35 +16,34 @@ IMPOSSIBLE = -9999.0
 
 @dataclass(frozen=True)
 class LogprobFormatter:
-    """Adds the tokens' texts to the engine's rows."""
+    """Adds the tokens' texts to the engine's rows. A position is its values in the columns of a completion's
+    `logprobs`."""
 
     texts: TokenTexts
     ids_as_text: bool
     """Write a token as token_id:123, so that tokens with equal texts stay distinct."""
 
-    def _token(self, token_id: int, value: float | None) -> ScoredToken:
-        text, raw = self.texts[token_id]
-        text = f"token_id:{token_id}" if self.ids_as_text else text
-        return ScoredToken(text, raw, value if value is None else max(value, IMPOSSIBLE))
+    def _text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.ids_as_text else self.texts[token_id].text
 
     def position(self, logprobs: RawLogprobs, offset: int) -> ScoredPosition:
         """
         Args:
             offset: characters before the token in the answer's text.
         """
-        first, *top = map(self._token, logprobs.token_ids, logprobs.values)
-        return ScoredPosition(first, tuple(top), offset)
+        texts = [*map(self._text, logprobs.token_ids)]
+        values = [max(value, IMPOSSIBLE) for value in logprobs.values]
+        top: dict[str, float] = {}
+        for text, value in zip([*texts[1:], texts[0]], [*values[1:], values[0]], strict=True):
+            top.setdefault(text, value)  # of equal texts, the most likely token stays
+        return texts[0], values[0], top, offset
 
     def prompt(self, prompt: Prompt) -> list[ScoredPosition]:
         """Return the positions of a prompt's text for `echo`; the prompt's first token has no log-probability."""
-        scored = [
-            self.position(logprobs, prompt.offsets[position])
-            for position, logprobs in sorted(prompt.logprobs.items())
-            if position >= prompt.num_hidden
-        ]
-        if prompt.num_hidden:
-            return scored
-        return [ScoredPosition(self._token(prompt.token_ids[0], None), (), 0), *scored]
+        first = [] if prompt.num_hidden else [(self._text(prompt.token_ids[0]), None, None, 0)]
+        scored = sorted(prompt.logprobs.items())
+        shown = [self.position(logprobs, prompt.offsets[at]) for at, logprobs in scored if at >= prompt.num_hidden]
+        return [*first, *shown]
 
     def prompt_json(self, prompt: Prompt) -> responses.PromptLogprobs:
         """Return vLLM's `prompt_logprobs`: per position a dictionary by token id, None for the first."""
@@ -60,6 +59,18 @@ class LogprobFormatter:
         return entries
 
 
+class ChatLogprobFormatter(LogprobFormatter):
+    """A position is an item of a chat's `logprobs.content`."""
+
+    def position(self, logprobs: RawLogprobs, offset: int) -> ScoredPosition:
+        first, *top = map(self._entry, logprobs.token_ids, logprobs.values)
+        return {**first, "top_logprobs": top}
+
+    def _entry(self, token_id: int, value: float) -> responses.TokenLogprob:
+        raw = self.texts[token_id].raw
+        return {"token": self._text(token_id), "logprob": max(value, IMPOSSIBLE), "bytes": list(raw)}
+
+
 class LogprobQueue:
     """Log-probabilities of one choice's tokens, held back until the tokens' text is shown."""
 
@@ -68,7 +79,8 @@ class LogprobQueue:
         self._next = num_prompt_tokens
         """Position of the next token."""
         self._arrived: dict[int, RawLogprobs] = {}
-        self._held: deque[ScoredPosition] = deque()
+        self._held: deque[tuple[int, ScoredPosition]] = deque()
+        """Each with the characters before it."""
 
     def add(self, logprobs: RawLogprobs) -> None:
         """Store the row of a token that is not pushed yet. After a preemption a position may arrive again; the first
@@ -78,45 +90,20 @@ class LogprobQueue:
 
     def push(self, offset: int) -> None:
         """Take the next token, which has `offset` characters before it. Raises: KeyError, if its row did not arrive"""
-        self._held.append(self._formatter.position(self._arrived.pop(self._next), offset))
+        self._held.append((offset, self._formatter.position(self._arrived.pop(self._next), offset)))
         self._next += 1
 
     def shown(self, num_chars: float) -> Iterable[ScoredPosition]:
         """Yield the tokens whose text begins within the first `num_chars` characters, which are shown now."""
-        while self._held and self._held[0].offset < num_chars:
-            yield self._held.popleft()
+        while self._held and self._held[0][0] < num_chars:
+            yield self._held.popleft()[1]
 
 
 def completion_json(positions: list[ScoredPosition]) -> responses.CompletionLogprobs:
     """Return the columns of a completion's `logprobs`. `top_logprobs` includes the token itself."""
-    return {
-        "tokens": [p.token.text for p in positions],
-        "token_logprobs": [p.token.logprob for p in positions],
-        "top_logprobs": [_top(p) for p in positions],
-        "text_offset": [p.offset for p in positions],
-    }
-
-
-def _top(position: ScoredPosition) -> dict[str, float] | None:
-    if position.token.logprob is None:
-        return None
-    top: dict[str, float] = {}
-    for token in (*position.top, position.token):
-        top.setdefault(token.text, _value(token))  # of equal texts, the most likely token stays
-    return top
+    tokens, values, top, offsets = map(list, zip(*positions, strict=True))
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
 def chat_json(positions: list[ScoredPosition]) -> responses.ChatLogprobs:
-    content: list[responses.PositionLogprobs] = [
-        {**_entry(p.token), "top_logprobs": [*map(_entry, p.top)]} for p in positions
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _entry(token: ScoredToken) -> responses.TokenLogprob:
-    return {"token": token.text, "logprob": _value(token), "bytes": list(token.raw)}
-
-
-def _value(token: ScoredToken) -> float:
-    assert token.logprob is not None  # only an echoed prompt begins with a token without one
-    return token.logprob
+    return {"content": positions, "refusal": None}

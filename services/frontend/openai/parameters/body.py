@@ -14,9 +14,8 @@ from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid
 from services.frontend.json_text import MAX_DEPTH, json_value
-from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.open_object import HINTS, Neutral, OpenObject
 from services.frontend.openai.schemas.requests import BaseGenerationRequest
-from services.frontend.openai.schemas.unserved import HINTS, Neutral
 
 log = logging.getLogger("runahead.frontend")
 

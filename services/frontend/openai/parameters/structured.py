@@ -113,13 +113,7 @@ def _from_outputs(outputs: StructuredOutputs) -> tuple[GrammarKind, str]:
             return GrammarKind.JSON, _schema(_OBJECT, spaces)
         case "json_object":
             return GrammarKind.JSON_OBJECT, ""
-        case "choice":
-            return GrammarKind.CHOICE, json_text(value)
-        case "regex":
-            return GrammarKind.REGEX, str(value)
-        case "grammar":
-            return GrammarKind.GRAMMAR, str(value)
-    return GrammarKind.STRUCTURAL_TAG, str(value)
+    return GrammarKind[field.upper()], value if isinstance(value, str) else json_text(value)
 
 
 def _whitespace(outputs: StructuredOutputs) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from services.frontend.openai.parameters.structured import as_tag_format, constr
 from services.frontend.openai.schemas.messages import NamedTool
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.tools import schema
-from services.frontend.tools.forced import NamedParser, RequiredParser
+from services.frontend.tools.json_calls import NamedParser, RequiredParser
 from services.frontend.tools.parser import ToolParser
 
 

@@ -10,7 +10,7 @@ from services.frontend.errors import invalid
 from services.frontend.json_text import json_value
 from services.frontend.openai.schemas.messages import ContentPart, FilePart, MessageParam, ToolCall
 from services.frontend.openai.schemas.requests import ChatRequest
-from services.frontend.templates.chat_template import Conversation
+from services.frontend.templates.jobs import Conversation
 
 ATTRIBUTION = "x-anthropic-billing-header"
 """Beginning of a text for Anthropic that Claude Code puts first. It differs from request to request, so that no cached

@@ -21,7 +21,7 @@ from services.frontend.openai.prompts.conversation import conversation, media_fi
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.fields import MAX_ANSWERS
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ChatRequest, CompletionRequest
-from services.frontend.templates.chat_template import Conversation
+from services.frontend.templates.jobs import Conversation
 from services.frontend.text.tokenizer import CutSide, Tokenizer
 
 T = TypeVar("T")

@@ -6,8 +6,7 @@ from pydantic import Field
 
 from protocol.media import MediaFile
 from services.frontend.openai.schemas.fields import JSON, MAX_PARTS, MAX_TOOLS, MAX_URL, GivenName, Text, ToolName
-from services.frontend.openai.schemas.open_object import OpenObject
-from services.frontend.openai.schemas.unserved import NEUTRAL_IN_MESSAGE, Neutral
+from services.frontend.openai.schemas.open_object import NEUTRAL_IN_MESSAGE, Neutral, OpenObject
 
 
 class TextPart(OpenObject):

@@ -1,11 +1,81 @@
-"""Base of the objects in request bodies."""
+"""Base of the objects in request bodies, and their fields of OpenAI, vLLM and llama.cpp that are not served."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
 from services.frontend.openai.schemas.fields import JSON
-from services.frontend.openai.schemas.unserved import Neutral
+
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Known parameters that are not served, each with the values that change nothing; null is always one of them."""
+
+NEUTRAL: Neutral = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "grammar": ("",),
+    "json_schema": ({},),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "spaces_between_special_tokens": (True,),
+    "logits_processors": ([],),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "thinking_token_budget": (),
+    "watermarking": (False,),
+    "truncation_side": ("left",),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_payload": ("tensors", "none"),
+    "return_mm_kwargs": (False, True),
+    "routed_experts_prompt_start": (0,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "repetition_detection": (),
+    "padding": ("do_not_pad",),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "use_activation": (True,),
+    "task": ("embed",),
+    "instruction": (),
+    "max_tokens_per_query": (0,),
+    "max_tokens_per_doc": (0,),
+}
+HINTS: Mapping[str, str] = {
+    "best_of": "use n and choose among the answers",
+    "guided_json": "use structured_outputs.json or response_format",
+    "guided_regex": "use structured_outputs.regex",
+    "guided_choice": "use structured_outputs.choice",
+    "guided_grammar": "use structured_outputs.grammar",
+    "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
+    "grammar": "use structured_outputs.grammar",
+    "json_schema": "use structured_outputs.json or response_format",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "logits_processors": "requests bring no code: use logit_bias, bad_words or allowed_token_ids",
+    "chat_template": "start with --chat-template",
+}
+"""Replacements for parameters that are not supported."""
+NEUTRAL_IN_MESSAGE: Neutral = {"function_call": (), "audio": (), "annotations": ([],)}
+"""Fields of an answer that the official client sends back as part of the next conversation."""
 
 
 def _add_unserved(schema: JSON, kind: type["OpenObject"]) -> None:

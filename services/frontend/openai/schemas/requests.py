@@ -10,8 +10,7 @@ from protocol.requests import MAX_PRIORITY
 from protocol.sampling import MAX_REPETITION_PENALTY
 from services.frontend.openai.schemas import fields
 from services.frontend.openai.schemas.messages import MessageParam, NamedTool, Tool
-from services.frontend.openai.schemas.open_object import OpenObject
-from services.frontend.openai.schemas.unserved import NEUTRAL, Neutral
+from services.frontend.openai.schemas.open_object import NEUTRAL, Neutral, OpenObject
 
 
 class StreamOptions(OpenObject):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from services.frontend.engine import placement_recording
 from services.frontend.engine.placement_recording import PlacementRecording, read_recordings
 from services.frontend.placement import Placement
 from services.frontend.placement.replay import first_difference
@@ -43,8 +44,9 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
         list(read_recordings(path))
 
 
-def test_a_recording_that_has_no_more_room_ends_and_replays(tmp_path: Path) -> None:
+def test_a_recording_that_has_no_more_room_ends_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "placement"
+    monkeypatch.setattr(placement_recording, "WRITE_SECONDS", 0.0)
     record(path, 50, max_bytes=6000)
     (recording,) = read_recordings(path)
     assert 5 < len(recording) < 150

@@ -50,10 +50,7 @@ class FakeConnection:
         self.is_full = False
         self.on_writable: Callable[[], None] | None = None
         self.written: list[bytes] = []
-        self._write = write or self.written.append
-
-    def body_writer(self) -> Callable[[bytes], None]:
-        return self._write
+        self.write = write or self.written.append
 
 
 async def turns(count: int = 1) -> None:

@@ -27,7 +27,7 @@ async def test_writes_while_a_message_is_sent_are_joined_and_all_are_sent() -> N
     server = SlowServer()
     server.allowed.release()
     async with ASGISink.open(server.send) as sink:
-        write = sink.body_writer()
+        write = sink.write
         write(b"a")
         await turns(5)
         write(b"b")

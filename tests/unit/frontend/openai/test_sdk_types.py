@@ -17,9 +17,8 @@ from openai.types.responses.response_reasoning_item_param import Content as Reas
 from openai.types.responses.response_reasoning_item_param import Summary
 
 from services.frontend.openai.schemas.messages import ContentPart, MessageParam
-from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.open_object import NEUTRAL_IN_MESSAGE, OpenObject
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest, EmbeddingRequest
-from services.frontend.openai.schemas.unserved import NEUTRAL_IN_MESSAGE
 from services.frontend.responses_api.schemas import ITEMS, Part, ReasoningText, ResponsesRequest
 
 REFUSED_ROLES = {"function"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.frontend.openai.answering import LONG_ANSWER, Answering
 from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
 from services.frontend.openai.answers.chunk import Chunk
-from services.frontend.openai.answers.tool_dialect import ToolDialect
+from services.frontend.openai.answers.dialects import ChatDialect
 from services.frontend.openai.answers.usage import COUNTED_AT_ONCE, ReasoningCounter, UsageCounter
 from services.frontend.openai.parameters.tool_choice import ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
@@ -19,16 +19,16 @@ from services.frontend.output_formats import OutputFormats
 from services.frontend.reasoning.think import ReasoningStart
 from services.frontend.responses_api.answers import ResponseEvents, head_json
 from services.frontend.responses_api.schemas import ResponsesRequest
-from services.frontend.tools.hermes import HermesParser
+from services.frontend.tools.json_calls import HermesParser
 
 BODY = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "f"}}]}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
-def dialect(begins: ReasoningStart | None = None) -> ToolDialect:
+def dialect(begins: ReasoningStart | None = None) -> ChatDialect:
     body = ChatRequest.model_validate(BODY)
     output = ChatOutput(body, OutputFormats(), ToolChoice.from_body(body, HermesParser, True), begins)
-    return ToolDialect(output=output, reasoning=ReasoningCounter(len))
+    return ChatDialect(output=output, reasoning=ReasoningCounter(len))
 
 
 def joined(choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -19,8 +20,8 @@ from services.frontend.placement import Condition, EngineReport, Hold, Place, Pl
 from services.frontend.placement.decisions import MAY_SERVE, MOVES_STREAMS
 from services.frontend.placement.fleet import EngineColumns
 from services.frontend.placement.policies import BUILT_IN
-from services.frontend.placement.records import Record, decode_record, encode_record
-from services.frontend.placement.replay import first_difference
+from services.frontend.placement.records import Record
+from services.frontend.placement.replay import decode_record, first_difference
 from tests.unit.frontend.placement.world import BLOCK_SIZE, names_of, prompt
 
 ENGINES = st.sampled_from("abcde")
@@ -209,7 +210,7 @@ class PlacementMachine(RuleBasedStateMachine):
         assert self.records == [] or self.core.num_block_names <= 2 * (16 + longest)
 
     def teardown(self) -> None:
-        recording = [*map(decode_record, map(encode_record, self.records))]
+        recording = [*map(decode_record, map(msgspec.json.encode, self.records))]
         assert recording == self.records
         assert first_difference(recording) is None
 

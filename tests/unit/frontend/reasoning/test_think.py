@@ -19,7 +19,7 @@ from services.frontend.reasoning.think import (
 def read(start: ReasoningStart, pieces: list[str], tags: ReasoningTags = THINK) -> tuple[str, str]:
     """Return reasoning and content."""
     parser, said = ThinkParser(start, tags), {True: "", False: ""}
-    for event in [event for piece in pieces for event in parser.push(piece)] + parser.finish():
+    for event in [event for piece in pieces for event in parser.push(piece)] + parser.push("", is_last=True):
         assert event.text
         said[isinstance(event, Reasoning)] += event.text
     return said[True], said[False]

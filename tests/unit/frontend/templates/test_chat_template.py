@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.frontend.errors import APIError
 from services.frontend.templates import chat_template
-from services.frontend.templates.chat_template import ChatTemplate, Conversation, find_template
-from services.frontend.templates.jobs import Rendered, RenderJob, TemplatesBroken, TemplateSources
+from services.frontend.templates.chat_template import ChatTemplate, find_template
+from services.frontend.templates.jobs import Conversation, Rendered, TemplatesBroken, TemplateSources
 from services.frontend.templates.render_process import CompiledTemplates
 from services.frontend.templates.renderer import Renderer
 from services.frontend.templates.sandbox import Sandbox, TemplateLimit
@@ -100,7 +100,7 @@ def test_template_that_fails_over_these_messages_is_a_400(text: str | None, reas
 )  # fmt: skip
 def test_expression_that_fails_or_leaves_the_sandbox_ends_the_rendering(text: str) -> None:
     templates = CompiledTemplates(TemplateSources(text, None, {}))
-    assert isinstance(templates.render(RenderJob(MESSAGES, None, True, {}, 1.0)), TemplatesBroken)
+    assert isinstance(templates.render(Conversation(MESSAGES)), TemplatesBroken)
 
 
 def test_broken_template_is_refused_at_start(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_renderer_that_was_killed_while_idle_is_replaced() -> None:
     others = set(psutil.Process().children())
     renderer = Renderer(TemplateSources("{{ messages[0].role }}", None, {}))
     (process,) = set(psutil.Process().children()) - others
-    job = RenderJob(MESSAGES, None, True, {}, 1.0)
+    job = Conversation(MESSAGES)
     assert renderer.render(job) == Rendered("system")
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -15,7 +15,7 @@ from services.frontend.output_formats import OutputFormats
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
 from services.frontend.parsing.python_reader import literal_json
 from services.frontend.parsing.text_buffer import ParseError
-from services.frontend.tools.forced import NamedParser, RequiredParser
+from services.frontend.tools.json_calls import NamedParser, RequiredParser
 from services.frontend.tools.parser import MAX_HELD, ToolParser
 from services.frontend.tools.values import value_json
 
@@ -89,7 +89,7 @@ Found = tuple[str, list[tuple[str, str]]]
 def events(kind: type[ToolParser], chunks: list[str], eager: bool = True, **more: Any) -> list[ParsedEvent]:
     parameters = {"get_weather": {"properties": TYPES, "$defs": {"name": {"type": "string"}}}}
     parser = kind(more.pop("names", NAMES), eager, parameters=parameters, **more)
-    return [event for chunk in chunks for event in parser.push(chunk)] + parser.finish()
+    return [event for chunk in chunks for event in parser.push(chunk)] + parser.push("", is_last=True)
 
 
 def joined(found: list[ParsedEvent]) -> Found:
@@ -249,7 +249,7 @@ def test_call_that_breaks_after_its_name_is_content_of_a_whole_answer_and_partly
     assert broken.endswith(arguments + content.removeprefix("x").rstrip("y ").lstrip()) or arguments in broken
     parser = FORMATS["hermes"](NAMES, True)
     parser.push(text)
-    parser.finish()
+    parser.push("", is_last=True)
     assert parser.num_calls == 0
 
 
