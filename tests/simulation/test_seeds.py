@@ -37,9 +37,11 @@ MUST_HAPPEN = [
 
 
 def depths_of(seed: int, speculates: bool, peers: bool) -> set[int]:
-    """Return the depths at which a workload is played: all, or per change two of them in turn if there are no peers."""
-    depths = draw(seed, speculates).depths
-    played = depths if SOAK or peers else (depths[(seed + 2) % len(depths)], depths[(seed + 3) % len(depths)])
+    """Return the depths at which a workload is played: all, or per change two of them in turn. Peers and the random
+    policy, of which there are few, are played at all."""
+    load = draw(seed, speculates)
+    depths, is_rare = load.depths, peers or load.policy == "random"
+    played = depths if SOAK or is_rare else (depths[(seed + 2) % len(depths)], depths[(seed + 3) % len(depths)])
     return {*played, 8} if seed % 16 == 0 else {*played}
 
 
