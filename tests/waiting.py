@@ -5,10 +5,14 @@ from collections.abc import Callable
 
 PATIENCE = 120.0
 """Seconds after which a condition that does not hold is a failure."""
+SHORTEST, LONGEST = 0.01, 0.1
+"""Seconds between two looks."""
 
 
 def wait_until(condition: Callable[[], object], what: str = "the condition") -> None:
-    deadline = time.monotonic() + PATIENCE
+    """Look at the condition until it holds, more seldom the longer it takes: a look may be a request to a server."""
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"not true in time: {what}"
-        time.sleep(0.01)
+        waited = time.monotonic() - began
+        assert waited < PATIENCE, f"not true in time: {what}"
+        time.sleep(min(max(waited / 10, SHORTEST), LONGEST))

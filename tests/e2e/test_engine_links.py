@@ -15,15 +15,7 @@ from protocol.handshake import PROTOCOL_VERSION
 from tests.e2e.proxy import FAULTS, Way
 from tests.e2e.separate import SeparateServices, separate_services
 from tests.e2e.server import HttpServer, wait_until
-from tests.e2e.streams import (
-    answers,
-    answers_of,
-    assert_nothing_is_kept,
-    engines_of,
-    moves,
-    run_command,
-    text_and_error,
-)
+from tests.e2e.streams import answers, assert_nothing_is_kept, engines_of, moves, run_command, text_and_error
 from tests.metrics import total
 
 ADMIN = "--enable-admin-routes"
@@ -42,17 +34,11 @@ def services(recording: Path) -> Iterator[SeparateServices]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def undisturbed(services: SeparateServices) -> list[Any]:
-    """Streams of a run without a fault."""
-    return asyncio.run(answers_of(services))
-
-
 @pytest.mark.parametrize(
     "fault", [pytest.param("cut", marks=soak), "mute scheduler", pytest.param("both directions", marks=soak)]
 )
 async def test_streams_leave_an_engine_behind_a_link_that_is_down(
-    services: SeparateServices, undisturbed: list[Any], fault: str
+    services: SeparateServices, undisturbed_sim: list[Any], fault: str
 ) -> None:
     """The link is up again while they run elsewhere."""
     link, do = services.frontend_link(0), services.proxies.do
@@ -65,13 +51,13 @@ async def test_streams_leave_an_engine_behind_a_link_that_is_down(
 
     services.wait_engines(2)
     async with services.async_client() as client:
-        assert await answers(client, disturb) == undisturbed
+        assert await answers(client, disturb) == undisturbed_sim
     services.wait_engines(2)
     assert_nothing_is_kept(services)
 
 
 async def test_late_answers_of_an_engine_that_does_not_hear_of_a_move_are_dropped(
-    services: SeparateServices, undisturbed: list[Any]
+    services: SeparateServices, undisturbed_sim: list[Any]
 ) -> None:
     """Its connection lives, and it goes on with streams that have another owner."""
     link, do = services.frontend_link(0), services.proxies.do
@@ -87,7 +73,7 @@ async def test_late_answers_of_an_engine_that_does_not_hear_of_a_move_are_droppe
     services.wait_engines(2)
     try:
         async with services.async_client() as client:
-            assert await answers(client, disturb) == undisturbed
+            assert await answers(client, disturb) == undisturbed_sim
         wait_until(lambda: engines_of(services)["0"]["state"] == "gone", "its silence is noticed")
     finally:
         do(link.restore())
@@ -96,14 +82,14 @@ async def test_late_answers_of_an_engine_that_does_not_hear_of_a_move_are_droppe
     assert_nothing_is_kept(services)
 
 
-async def test_streams_move_when_an_engine_drains(services: SeparateServices, undisturbed: list[Any]) -> None:
+async def test_streams_move_when_an_engine_drains(services: SeparateServices, undisturbed_sim: list[Any]) -> None:
     moved = moves(services)
     async with services.async_client() as client:
 
         async def drain() -> None:
             await client.with_options(base_url=services.url).post("/engines/0/drain", cast_to=object)
 
-        assert await answers(client, drain) == undisturbed
+        assert await answers(client, drain) == undisturbed_sim
     assert moves(services) > moved
     assert "engine 0 has no streams" in run_command("drain", "0", services.url)
     listed = json.loads(run_command("engines", services.url, "--json"))
@@ -115,7 +101,7 @@ async def test_streams_move_when_an_engine_drains(services: SeparateServices, un
 
 
 async def test_broken_lines_and_engines_that_are_not_there_disturb_no_other_engine(
-    services: SeparateServices, undisturbed: list[Any]
+    services: SeparateServices, undisturbed_sim: list[Any]
 ) -> None:
     services.list_engines(
         *(0, 1),
@@ -126,7 +112,7 @@ async def test_broken_lines_and_engines_that_are_not_there_disturb_no_other_engi
     for problem in ("line 4: ", "line 5: there is an engine 0 already", "line 6: the public key has 3 char"):
         assert problem in log
     async with services.async_client() as client:
-        assert await answers(client) == undisturbed
+        assert await answers(client) == undisturbed_sim
     assert services.get("/readyz")[0] == 200
     services.list_engines(0, 1)
     wait_until(lambda: list(engines_of(services)) == ["0", "1"], "one is forgotten")
@@ -225,7 +211,7 @@ def use(services: SeparateServices, *engines: int) -> None:
     services.wait_engines(len(engines))
 
 
-async def test_streams_move_to_a_newer_release_and_back(unequal: SeparateServices, undisturbed: list[Any]) -> None:
+async def test_streams_move_to_a_newer_release_and_back(unequal: SeparateServices, undisturbed_sim: list[Any]) -> None:
     async with unequal.async_client() as client:
         for old, new in ((0, NEWER_ENGINE), (NEWER_ENGINE, 0)):
             moved = moves(unequal)
@@ -234,13 +220,13 @@ async def test_streams_move_to_a_newer_release_and_back(unequal: SeparateService
                 await asyncio.to_thread(use, unequal, *sorted((old, new)))
                 await asyncio.to_thread(use, unequal, new)
 
-            assert await answers(client, upgrade) == undisturbed
+            assert await answers(client, upgrade) == undisturbed_sim
             assert moves(unequal) > moved
     assert_nothing_is_kept(unequal)
 
 
 async def test_no_request_goes_to_another_model_and_no_stream_mixes_two(
-    unequal: SeparateServices, undisturbed: list[Any]
+    unequal: SeparateServices, undisturbed_sim: list[Any]
 ) -> None:
     use(unequal, 0, OTHER_MODEL)
     assert len({engine["identity"] for engine in engines_of(unequal).values()}) == 2
@@ -249,7 +235,7 @@ async def test_no_request_goes_to_another_model_and_no_stream_mixes_two(
         async def unlist() -> None:
             unequal.list_engines(OTHER_MODEL)
 
-        assert await answers(client, unlist) == undisturbed  # its streams stay until they end
+        assert await answers(client, unlist) == undisturbed_sim  # its streams stay until they end
         use(unequal, OTHER_MODEL)
         use(unequal, 0)
         expected, _ = await text_and_error(client, "Number 0 is", 100)
@@ -263,7 +249,9 @@ async def test_no_request_goes_to_another_model_and_no_stream_mixes_two(
     use(unequal, 0)
 
 
-async def test_streams_leave_an_engine_that_is_far_slower(unequal: SeparateServices, undisturbed: list[Any]) -> None:
+async def test_streams_leave_an_engine_that_is_far_slower(
+    unequal: SeparateServices, undisturbed_sim: list[Any]
+) -> None:
     """Its worker is stopped most of the time. Both engines have streams all the time."""
     use(unequal, 0, NEWER_ENGINE)
     worker = unequal.processes["worker-0"]
@@ -286,7 +274,7 @@ async def test_streams_leave_an_engine_that_is_far_slower(unequal: SeparateServi
 
     async with unequal.async_client() as client:
         others = [asyncio.create_task(text_and_error(client, f"{i}", 1900)) for i in range(6)]
-        assert await answers(client, disturb) == undisturbed
+        assert await answers(client, disturb) == undisturbed_sim
         for other in others:
             other.cancel()
         await asyncio.wait(others)
@@ -294,7 +282,9 @@ async def test_streams_leave_an_engine_that_is_far_slower(unequal: SeparateServi
     use(unequal, 0)
 
 
-async def test_a_frontend_whose_clocks_jump_loses_no_stream(unequal: SeparateServices, undisturbed: list[Any]) -> None:
+async def test_a_frontend_whose_clocks_jump_loses_no_stream(
+    unequal: SeparateServices, undisturbed_sim: list[Any]
+) -> None:
     use(unequal, 0, NEWER_ENGINE)
 
     def lost() -> float:
@@ -308,6 +298,6 @@ async def test_a_frontend_whose_clocks_jump_loses_no_stream(unequal: SeparateSer
             await asyncio.sleep(0.5)
 
     async with unequal.async_client() as client:
-        assert await answers(client, jump) == undisturbed
+        assert await answers(client, jump) == undisturbed_sim
         assert lost() == before
         assert (await text_and_error(client, "Still", 5))[1] == ""

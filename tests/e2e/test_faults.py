@@ -94,7 +94,7 @@ async def test_streams_continue_when_the_scheduler_never_returns_from_a_loop(
     (tmp_path / "spinning_policy.py").write_text(POLICY)
     register(tmp_path, "spinning", {"runahead.policies": {"spinning": "spinning_policy:SpinningPolicy"}})
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with serving(*SIM, "--batching-policy", "spinning", forked=False, PYTHONPATH=path) as server:
+    with serving(*SIM, "--batching-policy", "spinning", PYTHONPATH=path) as server:
         async with server.async_client() as client:
             model = (await client.models.list()).data[0].id
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,20 +47,21 @@ def engines(tmp_path: Path) -> Iterator[dict[str, ServeProcess]]:
         yield found
 
 
-async def test_the_streams_of_an_engine_that_is_stopped_move(tmp_path: Path, engines: dict[str, ServeProcess]) -> None:
+async def test_the_streams_of_an_engine_that_is_stopped_move(
+    tmp_path: Path, engines: dict[str, ServeProcess], undisturbed_sim: list[Any]
+) -> None:
     frontend = FrontendProcess(tmp_path)
     try:
         wait_until(lambda: frontend.get("/readyz")[0] == 200, "an engine serves")
         wait_until(lambda: {e["state"] for e in engines_of(frontend).values()} == {"ready"}, "both engines serve")
         async with frontend.async_client() as client:
-            undisturbed = await answers(client)
             engines["left"].find_services()
             assert sorted(engines["left"].services) == ["scheduler", "worker"]
 
             async def stop() -> None:
                 engines["left"].signal(signal.SIGTERM)
 
-            assert await answers(client, stop) == undisturbed
+            assert await answers(client, stop) == undisturbed_sim
         assert engines["left"].wait() == 0, engines["left"].log.read_text()
         engines["left"].assert_nothing_is_left()
         assert frontend.metric("stream_moves_total") > 0

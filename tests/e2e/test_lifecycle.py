@@ -87,7 +87,7 @@ def frontend_has_logged(server: ServeProcess) -> bool:
 
 @pytest.mark.parametrize("moment", [has_children, frontend_has_logged])
 def test_signal_while_loading_is_an_orderly_stop(moment: Callable[[ServeProcess], bool]) -> None:
-    with serving(wait=False, forked=False) as server:
+    with serving(wait=False) as server:
         wait_until(lambda: moment(server), "the server is loading")
         children = psutil.Process(server.process.pid).children()
         server.signal(signal.SIGTERM)

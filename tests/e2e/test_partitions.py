@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.proxy import FAULTS, LinkFault, TcpProxy
 from tests.e2e.separate import SeparateServices, separate_services
-from tests.e2e.streams import answers, answers_of, assert_nothing_is_kept
+from tests.e2e.streams import answers, assert_nothing_is_kept
 
 LINKS = ("frontend", "worker")
 soak = pytest.mark.soak
@@ -20,12 +20,6 @@ soak = pytest.mark.soak
 def services() -> Iterator[SeparateServices]:
     with separate_services() as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def undisturbed(services: SeparateServices) -> list[Any]:
-    """Streams of a run without a fault."""
-    return asyncio.run(answers_of(services))
 
 
 def link_of(services: SeparateServices, name: str) -> TcpProxy:
@@ -55,7 +49,7 @@ def test_a_worker_that_receives_no_plans_connects_again(services: SeparateServic
     ],
 )
 async def test_streams_go_on_when_the_link_is_back(
-    services: SeparateServices, undisturbed: list[Any], link: str, fault: str
+    services: SeparateServices, undisturbed_sim: list[Any], link: str, fault: str
 ) -> None:
     proxy, do = link_of(services, link), services.proxies.do
 
@@ -66,19 +60,19 @@ async def test_streams_go_on_when_the_link_is_back(
 
     services.wait_readyz()
     async with services.async_client() as client:
-        assert await answers(client, disturb) == undisturbed
+        assert await answers(client, disturb) == undisturbed_sim
     services.wait_readyz()
     assert_nothing_is_kept(services)
 
 
 @pytest.mark.parametrize("link", ["frontend", pytest.param("worker", marks=soak)])
-async def test_a_slow_link_changes_no_stream(services: SeparateServices, undisturbed: list[Any], link: str) -> None:
+async def test_a_slow_link_changes_no_stream(services: SeparateServices, undisturbed_sim: list[Any], link: str) -> None:
     proxy, do = link_of(services, link), services.proxies.do
     services.wait_readyz()
     do(proxy.delay(0.1))
     try:
         async with services.async_client() as client:
-            assert await answers(client) == undisturbed
+            assert await answers(client) == undisturbed_sim
     finally:
         do(proxy.restore())
 
@@ -86,7 +80,7 @@ async def test_a_slow_link_changes_no_stream(services: SeparateServices, undistu
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
 async def test_streams_go_on_after_random_faults_of_both_links(
-    services: SeparateServices, undisturbed: list[Any], seed: int
+    services: SeparateServices, undisturbed_sim: list[Any], seed: int
 ) -> None:
     """Each lasts for less or for longer than a service waits for another one."""
     rng, do = random.Random(seed), services.proxies.do
@@ -102,6 +96,6 @@ async def test_streams_go_on_after_random_faults_of_both_links(
 
     services.wait_readyz()
     async with services.async_client() as client:
-        assert await answers(client, disturb) == undisturbed
+        assert await answers(client, disturb) == undisturbed_sim
     services.wait_readyz()
     assert_nothing_is_kept(services)

@@ -38,16 +38,25 @@ class GroupSteps:
         return msgspec.msgpack.decode(self._group.call("result")[self._group.output], type=ModelRunnerOutput)
 
 
+@pytest.fixture(scope="module")
+def wanted(make_model: Callable[[str], Family]) -> list[list[int]]:
+    """Return the answers of one rank at depth one."""
+    return serve(make_model("tied").path, 1, 0).answers
+
+
 @pytest.mark.parametrize("speculation", [None, NGRAM], ids=["without drafts", "ngram"])
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.soak)], ids=str)
 def test_ranks_leave_out_the_same_rows(
-    make_model: Callable[[str], Family], pool: RankPool, layout: tuple[int, int], speculation: Speculation | None
+    make_model: Callable[[str], Family],
+    wanted: list[list[int]],
+    pool: RankPool,
+    layout: tuple[int, int],
+    speculation: Speculation | None,
 ) -> None:
     """Tokens are those of one rank at depth one, and every rank and stage computes rows at their true positions."""
     family: Family = make_model("tied")
     model: Path = family.path
     tp, pp = layout
-    wanted = serve(model, 1, 0).answers
     drafts = 0 if speculation is None else speculation.num_speculative_tokens
     group = RankGroup(pool.take(tp * pp), model, tp, pp)
     for depth, late in ((pp + 1, 1), (2 * pp, 2)):

@@ -304,6 +304,7 @@ class Checker:
 
     def _check_slots(self) -> None:
         s, limits, running = self.epoch.slots, self.epoch.limits, self.epoch.running.tolist()
+        tables, states = self.epoch.kv.tables, self.epoch.kv.states
         state, order_keys, stop_ids = s.state.tolist(), s.order_key.tolist(), s.stop_ids.tolist()
         tokens, ends = s.tokens.tolist(), s.limit.tolist()
         demand(len(running) <= limits.max_num_seqs, "step limits", "{} running", len(running))
@@ -316,8 +317,8 @@ class Checker:
         demand(len(set(free)) == len(free), "slots", "a slot is free twice")
         demand(set(free) == {i for i, value in enumerate(state) if value == FREE}, "slots", "free list and states")
         for slot in free:
-            blocks = self.epoch.kv.tables[slot] + self.epoch.kv.states[slot]
-            demand(s.owner[slot] is None and not blocks, "slots", "{} is not empty", slot)
+            is_empty = s.owner[slot] is None and not tables[slot] and not states[slot]
+            demand(is_empty, "slots", "{} is not empty", slot)
         for slot in running:
             request = s.request(slot)
             params, prompt = request.params, request.num_prompt_tokens
@@ -341,20 +342,17 @@ class Checker:
         demand((head.order_key if head else None) == (order_keys[0] if order_keys else None), "waiting", "head")
 
     def _check_blocks(self) -> None:
-        pool, tables = self.epoch.kv.pool, self.epoch.kv.tables
-        s, size = self.epoch.slots, self.epoch.limits.block_size
+        kv, s, size = self.epoch.kv, self.epoch.slots, self.epoch.limits.block_size
+        pool, groups, states_each = kv.pool, len(self.groups), num_states(self.epoch.limits.groups)
         holders: Counter[int] = Counter()
-        capacity, computed = s.capacity.tolist(), s.computed.tolist()
-        groups, inflight = self.groups, s.inflight.tolist()
-        for slot, (table, states) in enumerate(zip(tables, self.epoch.kv.states, strict=True)):
+        capacity, computed, inflight = s.capacity.tolist(), s.computed.tolist(), s.inflight.tolist()
+        for slot, (table, states) in enumerate(zip(kv.tables, kv.states, strict=True)):
             if table:
                 held = [block for block in states + table if block != NO_BLOCK]
-                demand(len(states) == num_states(self.epoch.limits.groups), "recurrent state", "slot {}", slot)
+                demand(len(states) == states_each, "recurrent state", "slot {}", slot)
                 demand(len(set(held)) == len(held), "block accounting", "slot {} holds a block twice", slot)
-                demand(
-                    capacity[slot] * len(groups) == len(table) * size, "block accounting", "capacity of slot {}", slot
-                )
-                for group in range(len(groups)):
+                demand(capacity[slot] * groups == len(table) * size, "block accounting", "capacity of slot {}", slot)
+                for group in range(groups):
                     self._check_window(slot, group, computed[slot] - inflight[slot])
                 demand(computed[slot] <= capacity[slot], "block accounting", "slot {} computes beyond its blocks", slot)
                 holders.update(held)
@@ -387,6 +385,9 @@ class Checker:
 
     def _check_pins(self) -> list[int]:
         """Return the blocks that pins hold, each as often as it is held."""
+        if not self.engine.store.pins:
+            self._pinned.clear()
+            return []
         epoch, pins = self.epoch, {pin.id: pin for pin in self.engine.store.pins}
         groups, hash_of = len(self.groups), epoch.kv.pool.hash_of
         for pin in pins.values():

@@ -30,7 +30,7 @@ from services.scheduler.what_if.history import RecordedRequest
 from services.scheduler.what_if.simulation import ModelledDevice, WhatIf
 from tests.simulation.requests import generate
 
-MOST, PROMPT, OUTPUT, BLOCK, VOCAB = 3, 8, 700, 16, 64
+MOST, PROMPT, BLOCK, VOCAB = 3, 8, 16, 64
 
 
 class DraftCosts(NamedTuple):
@@ -48,11 +48,13 @@ class Serving(NamedTuple):
     rows: int
     acceptance: float
     costs: DraftCosts = DraftCosts()
+    output: int = 400
+    """Tokens of each request."""
 
     @property
     def limits(self) -> Limits:
-        blocks = self.rows * (PROMPT + OUTPUT + BLOCK) // BLOCK + 2 * self.rows
-        return Limits(self.rows, 256, PROMPT + OUTPUT + 8, blocks, BLOCK, drafts_in_flight=2 * MOST)
+        blocks = self.rows * (PROMPT + self.output + BLOCK) // BLOCK + 2 * self.rows
+        return Limits(self.rows, 256, PROMPT + self.output + 8, blocks, BLOCK, drafts_in_flight=2 * MOST)
 
     def config(self, drafts: int, adaptive: bool) -> SchedulerConfig:
         speculation = {"method": "ngram", "num_speculative_tokens": max(drafts, 1), "adaptive": adaptive}
@@ -64,10 +66,10 @@ class Serving(NamedTuple):
 
     def run(self, drafts: int, adaptive: bool = False, directory: Path | None = None) -> "ObservedNumbers":
         """Serve two requests after one another for each row. `directory`: the run is recorded there."""
-        tokens = np.ones(PROMPT + OUTPUT, np.int32)
+        tokens = np.ones(PROMPT + self.output, np.int32)
         requests = []
         for number in range(2 * self.rows):
-            message = generate([number % VOCAB] * PROMPT, number, max_tokens=OUTPUT)
+            message = generate([number % VOCAB] * PROMPT, number, max_tokens=self.output)
             requests.append(RecordedRequest(0.0, 1, message, tokens, len(tokens)))
         c = self.costs
         seconds = np.array((c.step, c.row, c.row, 0.0, c.verified, c.proposed)) * 1e-3
@@ -123,7 +125,7 @@ def test_the_chosen_number_is_nearly_as_good_as_the_best_fixed_one(case: Serving
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_drafter_that_never_hits_is_given_up_and_its_trials_cost_one_per_cent(rows: int) -> None:
-    case = Serving(rows, 0.0, DraftCosts(proposed=0.3 / rows, verified=0.3 / rows))
+    case = Serving(rows, 0.0, DraftCosts(proposed=0.3 / rows, verified=0.3 / rows), output=700)
     numbers = case.run(MOST, adaptive=True).numbers[50:]
     assert numbers.count(0) > 0.97 * len(numbers)
     assert any(numbers), "drafts are tried again"

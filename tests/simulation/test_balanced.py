@@ -10,6 +10,7 @@ import pytest
 
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
+from tests.matrix import covering
 from tests.simulation.pipeline import Costs, PipelineJob, PipelineRun, Step, cards, simulate, spread
 
 JOBS = [PipelineJob(128, 128)] * 256
@@ -23,8 +24,7 @@ def limits(kv_tokens: int, budget: int, stages: int = 4, seats: int = 256) -> Li
 # -- plans ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("kv_tokens", [2000, 16000])
+@pytest.mark.parametrize(("depth", "kv_tokens"), covering([1, 2, 3], [2000, 16000], strength=1))
 def test_without_stages_every_plan_is_that_of_chunked(depth: int, kv_tokens: int) -> None:
     rng = Random(kv_tokens)
     jobs = [PipelineJob(rng.randint(1, 300), rng.randint(1, 100), rng.random()) for _ in range(60)]

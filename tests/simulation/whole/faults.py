@@ -21,8 +21,8 @@ from tests.simulation.whole.network import Noise, Speeds
 from tests.simulation.whole.system import SILENCE, Layout, SimulatedEngine, System, WorkerProcess
 
 REQUESTS_END = 8.0
-FAULTS_BEGIN, FAULTS_END = 2.0, 14.0
-HEAL = 20.0
+FAULTS_BEGIN, FAULTS_END = 2.0, 10.0
+HEAL = 14.0
 BOUND = 250.0
 """Virtual seconds from the end of all faults until every request has ended."""
 TYPED = {"429", "500", "503", "504"}

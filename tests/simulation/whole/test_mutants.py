@@ -18,8 +18,8 @@ from services.worker.session import Session
 from tests.simulation.whole.device import SimulatedDevice
 from tests.simulation.whole.faults import play
 
-SEEDS = (70, 132, 48, 127, 4, 16, 119, *range(71, 140))
-"""The first seven notice all mutants; the others count when a change of the engine has changed those runs."""
+SEEDS = (19, 4, 6, 9, 48, 21, *range(50, 120))
+"""The first six notice all mutants; the others count when a change of the engine has changed those runs."""
 Patch = pytest.MonkeyPatch
 
 

@@ -2,7 +2,7 @@
 
 `play` checks each run: every answer equals that of a run without faults, nothing is left when it is quiet, weights are
 not read again, older incarnations have no effect, and requests are served after the faults. Orderly runs have even
-seeds, noisy ones (test_noisy.py) odd ones; both files together are 300 seeds.
+seeds, noisy ones (test_noisy.py) odd ones; both files together are 200 seeds.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.whole.faults import play
 from tests.simulation.whole.seeds import run_seeds
 
-SEEDS, CHUNK = 300, 50
+SEEDS, CHUNK = 200, 50
 MUST_HAPPEN = [
     "workers killed",
     "schedulers killed",
@@ -79,5 +79,5 @@ def test_a_run_replays_exactly() -> None:
         play(seed, lines.append)
         return lines
 
-    for seed in (4, 5, 6, 7):
+    for seed in (4, 7):
         assert traced(seed) == traced(seed)

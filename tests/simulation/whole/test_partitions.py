@@ -92,7 +92,7 @@ def test_a_frontend_that_no_sign_of_life_has_reached_is_not_ready() -> None:
 def test_an_engine_without_a_fault_stays_ready() -> None:
     system = System(5, Layout(num_frontends=2, tensor_parallel=2))
     with system.started():
-        for number in range(40):
+        for number in range(20):
             system.send(system.hub.now + number)
-        assert not system.hub.run(60.0, lambda: not all(frontend.engine.ready for frontend in system.frontends))
+        assert not system.hub.run(30.0, lambda: not all(frontend.engine.ready for frontend in system.frontends))
         assert system.answered
