@@ -1,12 +1,9 @@
 """The exchange between a rank and the others in each step, and the one of a group's only rank."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from protocol.steps import SchedulerOutput
+from services.worker.backends.mask_inbox import TakenMasks
 from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.oracle import Activations
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
@@ -41,15 +38,6 @@ class ReceivedInputs:
     """On all stages but the first."""
 
 
-class LeftOut(NamedTuple):
-    """The decision of the output rank about a step with constrained rows (left-out row; docs/invariants.md)."""
-
-    left_out: NDArray[np.bool_]
-    """bool[constrained rows], in plan order."""
-    at: float
-    """When it was made on the modelled timeline: monotonic seconds."""
-
-
 class RankExchange:
     """The exchange of a group's only rank, which sends nothing. That of other ranks overrides every method.
 
@@ -71,11 +59,11 @@ class RankExchange:
             ended: when the forward pass ends on the modelled timeline.
         """
 
-    def send_left_out(self, step: SchedulerOutput, decision: LeftOut) -> None:
-        """Send the decision from the output rank to the other ranks of the last stage."""
+    def send_left_out(self, step: SchedulerOutput, taken: TakenMasks) -> None:
+        """Send the slots of left-out rows from the output rank to the other ranks of the last stage."""
 
-    def receive_left_out(self, step: SchedulerOutput) -> LeftOut:
-        """Receive the decision on another rank of the last stage."""
+    def receive_left_out(self, step: SchedulerOutput) -> TakenMasks:
+        """Receive these, without masks, on another rank of the last stage."""
         raise RuntimeError("the only rank decides itself")
 
     def send_sampled(self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float) -> None:
