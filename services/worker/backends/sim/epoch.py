@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +27,16 @@ from services.worker.backends.sim.model.logits import Logits
 from services.worker.backends.sim.model.oracle import Activations, DeviceRows, Oracle, OracleError, spread
 from services.worker.backends.sim.output.logprobs import StepLogprobs
 from services.worker.backends.sim.output.step_output import StepOutput
-from services.worker.backends.sim.ranks.exchange import RankExchange, ReceivedInputs
+from services.worker.backends.sim.ranks.inputs import ReceivedInputs
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.backends.sim.sampling.device_drafts import DeviceDrafts
 from services.worker.backends.sim.sampling.drafter import SimDrafter
 from services.worker.backends.sim.sampling.sampler import SimSampler
 from services.worker.batch.slots import I32, PlanError, Rows, SlotTable
 from services.worker.runner import steps_in_flight
+
+if TYPE_CHECKING:
+    from services.worker.backends.sim.ranks.group_exchange import GroupExchange
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,8 @@ class LoadedRank:
     assignment: Assignment
     checkpoint: SimCheckpoint
     cost: CostModel
-    exchange: RankExchange
-
-    @property
-    def is_single(self) -> bool:
-        """True on the only rank of a group: it waits for nobody's inputs."""
-        return self.assignment.world_size == 1
+    exchange: "GroupExchange | None"
+    """None on the only rank of a group."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -133,7 +134,8 @@ class SimEpoch:
 
         def inputs() -> float:
             nonlocal received
-            received = rank.exchange.receive_inputs(step, rows)
+            if rank.exchange is not None:
+                received = rank.exchange.receive_inputs(step, rows)
             return received.available_at
 
         def forward() -> None:
@@ -142,24 +144,21 @@ class SimEpoch:
             if pooled is not None:
                 self._pool(rows, pooled)
 
-        def send() -> None:
-            rank.exchange.send_activations(step, rows, hashes, leaving, event.ended)
-
         costly = rows if padded is None else padded.padded
         seconds = rank.cost.step(costly, self.table.num_prompt[rows.slots]) if n else 0.0
         prepared = time.monotonic()
-        event = device.launch(forward, seconds, no_inputs if rank.is_single else inputs)
-        self._exchange(send)
+        event = device.launch(forward, seconds, no_inputs if rank.exchange is None else inputs)
+        self._exchange(lambda others: others.send_activations(step, rows, hashes, leaving, event.ended))
         self._pending.put(step.step_id, StepOutput(step, prepared, event, event, acceptance, padded, logprobs, pooled))
 
-    def _exchange(self, send: Callable[[], None]) -> SimEvent | None:
+    def _exchange(self, send: "Callable[[GroupExchange], None]") -> SimEvent | None:
         """Exchange results with other ranks, if there are any, on the device. Return the event behind it.
 
         Raises: the error of work that was done so far. Without other ranks it is raised with the result.
         """
-        if self._rank.is_single:
+        if self._rank.exchange is None:
             return None
-        exchanged = self.device.launch(send, 0.0)
+        exchanged = self.device.launch(partial(send, self._rank.exchange), 0.0)
         self.device.settle()
         return exchanged
 
@@ -255,7 +254,7 @@ class SimEpoch:
         if drafts.size:
             seconds = rank.cost.drafts(step.num_speculative_tokens)
             drafted = device.launch(lambda: self.drafter.propose(step.step_id, acceptance, drafts), seconds)
-        exchanged = self._exchange(lambda: rank.exchange.send_sampled(step, acceptance, drafts, drafted.ended))
+        exchanged = self._exchange(lambda others: others.send_sampled(step, acceptance, drafts, drafted.ended))
         output = replace(executed, ended=sampled, exchanged=exchanged, is_reported=rank.is_output)
         if step.has_structured_output_requests:  # otherwise no result waits for the drafter
             output = replace(output, ended=drafted, drafts=drafts)
@@ -271,8 +270,10 @@ class SimEpoch:
         masked, exchange = unpack(step.masked), self._rank.exchange
         if self._rank.is_output:
             taken = self._masks.take(step.step_id, masked, forward)
-            exchange.send_left_out(step, taken)
+            if exchange is not None:
+                exchange.send_left_out(step, taken)
             return taken
+        assert exchange is not None, "the only rank is the output rank"
         decided = exchange.receive_left_out(step)
         sampled = masked[~np.isin(masked, [*decided.left_out])]
         return decided._replace(parts=self._masks.take(step.step_id, sampled, ENDLESS).parts)

@@ -22,7 +22,7 @@ from services.worker.backends.mask_inbox import TakenMasks
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.oracle import Activations, OracleError, first_true, spread
-from services.worker.backends.sim.ranks.exchange import RankExchange, ReceivedInputs, StageFeedback
+from services.worker.backends.sim.ranks.inputs import ReceivedInputs, StageFeedback
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.batch.slots import I32, Rows
 from services.worker.distributed.feedback import FeedbackMessage, TokenFeedback
@@ -34,8 +34,12 @@ HEADER = 2
 """Words before the body of a message."""
 
 
-class GroupExchange(RankExchange):
-    """The exchange over the groups of one epoch; `join` is called first."""
+class GroupExchange:
+    """The exchange over the groups of one epoch; `join` is called first.
+
+    The other methods run on the device, in this order in every step. The plan alone determines sender and message (plan
+    agreement; docs/invariants.md). Every method but `abort` raises RanksLost, or OracleError if ranks disagree.
+    """
 
     def __init__(self, ranks: Ranks, cost: CostModel, num_slots: int) -> None:
         self._ranks, self._cost = ranks, cost
@@ -55,6 +59,7 @@ class GroupExchange(RankExchange):
     # -- between stages ------------------------------------------------------------------------------------------
 
     def receive_inputs(self, step: SchedulerOutput, rows: Rows) -> ReceivedInputs:
+        """Wait for the inputs of a step that was applied."""
         if self.pipeline.size == 1:
             return ReceivedInputs()
         if self.pipeline.is_first:
@@ -104,6 +109,12 @@ class GroupExchange(RankExchange):
     def send_activations(
         self, step: SchedulerOutput, rows: Rows, hashes: U64, leaving: Activations | None, ended: float
     ) -> None:
+        """Compare `hashes`, uint64[rows], with the other ranks of the stage, and send `leaving` to the next stage.
+
+        Args:
+            leaving: None on the last stage.
+            ended: when the forward pass ends on the modelled timeline.
+        """
         self._compare("the activation", step.step_id, rows.slots, hashes.view(np.int64))
         if leaving is None:
             return
@@ -114,16 +125,24 @@ class GroupExchange(RankExchange):
         self.pipeline.send_activations(message)
 
     def send_left_out(self, step: SchedulerOutput, taken: TakenMasks) -> None:
+        """Send the slots of left-out rows from the output rank to the other ranks of the last stage."""
         if self._ranks.tensor_parallel.size > 1:
             flags = np.isin(unpack(step.masked), [*taken.left_out]).astype(np.int64)
             self._ranks.tensor_parallel.broadcast(_message(step.step_id, taken.at, flags))
 
     def receive_left_out(self, step: SchedulerOutput) -> TakenMasks:
+        """Receive these, without masks, on another rank of the last stage."""
         receive, masked = self._ranks.tensor_parallel.broadcast, unpack(step.masked)
         at, flags = _receive(receive, "left-out rows", step.step_id, len(masked))
         return TakenMasks([], frozenset(masked[flags != 0].tolist()), at)
 
     def send_sampled(self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float) -> None:
+        """Compare the tokens with the other ranks of the last stage, and send them with `drafts` to the first stage.
+
+        Args:
+            drafts: int32[sampled rows, proposed].
+            ended: when tokens and drafts are there on the modelled timeline.
+        """
         if not len(sampled.slots):
             return
         rows, offsets = spread(np.zeros_like(sampled.room), sampled.room)
@@ -155,6 +174,7 @@ class GroupExchange(RankExchange):
                 )
 
     def abort(self) -> None:
+        """Make every wait for another rank raise RanksLost. May be called from any thread."""
         self._ranks.abort()
 
 
