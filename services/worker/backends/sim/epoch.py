@@ -123,14 +123,13 @@ class SimEpoch:
         padded = None if self._rigid is None else self._rigid.pad(step, rows)
         self._masks.prepared(step.step_id, rows.slots)
         # Memory of this step alone: it may run when later plans have changed the table.
-        n, width = len(rows.slots), -(-int(rows.ends.max(initial=0)) // self.table.block_size)
-        blocks = self.table.block_table[rows.slots, :width]
-        hashes, acceptance = np.empty(n, np.uint64), DraftAcceptance(rows, self.table)
-        leaving = None if rank.is_last_stage else Activations.empty(int(rows.counts.sum()), n)
+        width = -(-int(rows.ends.max(initial=0)) // self.table.block_size)
+        blocks, acceptance = self.table.block_table[rows.slots, :width], DraftAcceptance(rows, self.table)
         logprobs = StepLogprobs.from_rows(rows, self.table) if rank.is_output else None
         pooled = self._pooler.rows(rows, self.table) if rank.is_output else None
 
-        received = ReceivedInputs()
+        received, hashes = ReceivedInputs(), np.empty(0, np.uint64)
+        leaving: Activations | None = None
 
         def inputs() -> float:
             nonlocal received
@@ -139,13 +138,14 @@ class SimEpoch:
             return received.available_at
 
         def forward() -> None:
+            nonlocal hashes, leaving
             self._take_inputs(step, received)
-            hashes[:] = self._forward(rows, blocks, received.activations, acceptance, leaving)
+            hashes, leaving = self._forward(rows, blocks, received.activations, acceptance)
             if pooled is not None:
                 self._pool(rows, pooled)
 
         costly = rows if padded is None else padded.padded
-        seconds = rank.cost.step(costly, self.table.num_prompt[rows.slots]) if n else 0.0
+        seconds = rank.cost.step(costly, self.table.num_prompt[rows.slots]) if len(rows.slots) else 0.0
         prepared = time.monotonic()
         event = device.launch(forward, seconds, no_inputs if rank.exchange is None else inputs)
         self._exchange(lambda others: others.send_activations(step, rows, hashes, leaving, event.ended))
@@ -172,24 +172,16 @@ class SimEpoch:
             self.drafts.put(late.step_id, late.slots, late.firsts + late.counts, late.drafts)
 
     def _forward(
-        self,
-        rows: Rows,
-        blocks: I32,
-        arrived: Activations | None,
-        acceptance: DraftAcceptance,
-        leaving: Activations | None,
-    ) -> U64:
-        """Execute the planned rows, whose block tables are int32[rows, blocks]. Return the hash of each row's sequence.
-        Runs on the device."""
+        self, rows: Rows, blocks: I32, arrived: Activations | None, acceptance: DraftAcceptance
+    ) -> tuple[U64, Activations | None]:
+        """Execute the planned rows, whose block tables are int32[rows, blocks]. Return the hash of each row's sequence,
+        and what the next stage gets. Runs on the device."""
         known = rows.counts - rows.drafts
         starts, drafts = self._settle(rows, known, arrived)
         acceptance.begin(starts + known, drafts)
         batch = DeviceRows(rows.slots, starts, known + drafts, blocks)
         hashes = self.oracle.forward(batch, arrived)
-        if leaving is not None:
-            leaving.starts[:], leaving.drafts[:] = starts, drafts
-            self.oracle.activations(batch, leaving)
-        return hashes
+        return hashes, None if self._rank.is_last_stage else self.oracle.activations(batch, drafts)
 
     def _pool(self, rows: Rows, pooled: PooledRows) -> None:
         """Take the hidden states of the tokens that `pooled` needs. Runs on the device."""

@@ -118,11 +118,11 @@ class GroupExchange:
         self._compare("the activation", step.step_id, rows.slots, hashes.view(np.int64))
         if leaving is None:
             return
-        arrives = max(ended, self._link_free_at) + self._cost.hop(len(leaving.tokens))
-        self._link_free_at = arrives
-        tokens, sent_hashes, starts, drafts = leaving
-        message = _message(step.step_id, arrives, tokens, sent_hashes.view(np.int64), starts, drafts)
-        self.pipeline.send_activations(message)
+        planned, (tokens, sent_hashes, starts, drafts) = int(rows.counts.sum()), leaving
+        arrives = self._link_free_at = max(ended, self._link_free_at) + self._cost.hop(planned)
+        room = np.zeros(planned - len(tokens), np.int64)
+        body = tokens, room, sent_hashes.view(np.int64), room, starts, drafts
+        self.pipeline.send_activations(_message(step.step_id, arrives, *body))
 
     def send_left_out(self, step: SchedulerOutput, taken: TakenMasks) -> None:
         """Send the slots of left-out rows from the output rank to the other ranks of the last stage."""
