@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache
@@ -91,9 +90,6 @@ class SimEpoch:
         self._pending = PendingStep[StepOutput]()
         self._masks = MaskInbox(steps_in_flight(assignment.pipeline_parallel_size), device.clock)
         """On the last stage."""
-
-    def release(self, slots: NDArray[np.int32]) -> None:
-        self.table.release(slots)
 
     def add_masks(self, grammar: GrammarOutput) -> None:
         """Take masks of a launched step, as `ModelRunner.add_masks`. Other stages sample nothing."""

@@ -128,7 +128,7 @@ class SimRunner:
             epoch.end_masks()
 
     def release(self, slots: NDArray[np.int32]) -> None:
-        self.epoch.release(slots)
+        self.epoch.table.release(slots)
 
     def leave(self) -> None:
         self._end_epoch()

@@ -54,7 +54,7 @@ class VllmEpoch:
         )
         self._pooler = None
         if engine.generates:
-            zeros = partial(torch.zeros, device=engine.runner.device)
+            zeros = partial(torch.zeros, device=engine.platform.where)
             self._pooler = Pooler(assignment.num_slots, engine.hidden_size, zeros)
         batch, speculation = engine.runner, assignment.speculation
         self._translator = PlanTranslator(

@@ -12,10 +12,10 @@ from protocol.rows import LogprobRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
-from services.worker.backends.vllm.platforms.interface import HostArray
 from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.batch.slots import I32, NONE, Rows, spread
 from services.worker.device.device_times import DeviceTime, StepClock
+from services.worker.device.interface import HostCopy
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class VllmOutput:
     executed: ExecutedVllmStep
     sampled: SampledStep
     ended: DeviceTime
-    embeddings: HostArray | None = None
+    embeddings: HostCopy | None = None
     """float32[completed, hidden] of the pooled rows."""
     acceptable: I32 | None = None
     """int32[rows]: number of drafts that the grammar allows; None: all."""
@@ -71,7 +71,7 @@ class VllmOutput:
         counts = np.array([len(row) for row in tokens], np.int32)
         drafted = rows.drafts if self.acceptable is None else self.acceptable
         if executed.pooled is not None and self.embeddings is not None:
-            embedding_slots, embeddings = executed.pooled.to_message(self.embeddings())
+            embedding_slots, embeddings = executed.pooled.to_message(*self.embeddings())
         parts = [*self._prompt_logprobs(result), *self._token_logprobs(result, indices, counts)]
         return ModelRunnerOutput(
             epoch=executed.step.epoch,
