@@ -24,17 +24,22 @@ GREEDY_BELOW = 1e-5
 NEVER = np.float32(-np.inf)
 
 
+def sample(logits: F32, params: SamplingParams, prompt: I32, output: I32, mask: I32 | None = None) -> int:
+    """Return the token that follows `prompt` and `output` (int32 ids).
+
+    Args:
+        logits: float32[vocab] of the model; not changed.
+        mask: int32[ceil(vocab / 32)] of the grammar; None: no grammar.
+    """
+    p, row = params, adjusted(logits, params, prompt, output, mask)
+    return sample_row(row, p.temperature, p.min_p, p.top_k, p.top_p, p.seed, len(prompt) + len(output))
+
+
 # -- changes to the logits ---------------------------------------------------------------------------------------
 
 
 def adjusted(logits: F32, params: SamplingParams, prompt: I32, output: I32, mask: I32 | None = None) -> F32:
-    """Return a changed copy of `logits` for the token that follows `prompt` and `output` (int32 ids), minus infinity at
-    forbidden tokens.
-
-    Args:
-        logits: float32[vocab] of the model.
-        mask: int32[ceil(vocab / 32)] of the grammar; None: no grammar.
-    """
+    """Return a changed copy of `logits`, minus infinity at forbidden tokens. Arguments as for `sample`."""
     row = logits.copy()
     if params.allowed_token_ids:
         allow_only(row, np.frombuffer(params.allowed_token_ids, np.int32))

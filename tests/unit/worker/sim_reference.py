@@ -9,7 +9,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput
 from services.worker.backends.sim.model.hashing import SEED, PrefixHash
 from services.worker.backends.sim.model.logits import Logits
-from services.worker.sampling.reference import TokenLogprobs, adjusted, logprobs_of, sample_row
+from services.worker.sampling.reference import TokenLogprobs, logprobs_of, sample
 from tests.unit.worker.plans import CONTEXT, VOCAB
 
 HASH, LOGITS = PrefixHash(VOCAB, CONTEXT), Logits(VOCAB, ())
@@ -23,14 +23,6 @@ def chain(ids: list[int]) -> np.ndarray:
 def logits_after(ids: list[int]) -> np.ndarray:
     """Return float32[vocab], the model's logits after `ids`."""
     return LOGITS.rows(chain(ids)[-1:])[0]
-
-
-def sample(
-    logits: np.ndarray, params: SamplingParams, prompt: np.ndarray, output: np.ndarray, mask: np.ndarray | None = None
-) -> int:
-    """Return the token that follows `prompt` and `output`, as the reference sampler samples it."""
-    p, row = params, adjusted(logits, params, prompt, output, mask)
-    return sample_row(row, p.temperature, p.min_p, p.top_k, p.top_p, p.seed, len(prompt) + len(output))
 
 
 def answer(ids: list[int], params: SamplingParams, count: int, mask: Mask | None = None) -> list[int]:

@@ -12,9 +12,9 @@ from services.worker.sampling.reference import (
     log_softmax,
     logprobs_of,
     restrict,
+    sample,
     sample_row,
 )
-from tests.unit.worker.sim_reference import sample
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
 
