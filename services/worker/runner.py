@@ -19,6 +19,8 @@ from protocol.membership import Assignment, InitializeCache, Loaded, RankLost, S
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.worker.kv_memory import KVMemory
 
+MAX_STEPS_IN_FLIGHT = 8
+"""The deepest batch queue that can be configured without pipeline stages."""
 Progress = Callable[[str, float], None]
 """Called with the name of a phase and a fraction from 0 to 1 while loading."""
 
@@ -145,6 +147,11 @@ class ModelRunner(Protocol):
         """End a call that hangs in a collective with RanksLost, if possible. May be called from any thread."""
 
     def shutdown(self) -> None: ...
+
+
+def steps_in_flight(stages: int) -> int:
+    """Return the largest number of steps that a scheduler has launched at once."""
+    return max(MAX_STEPS_IN_FLIGHT, 2 * stages)
 
 
 class RanksLost(RuntimeError):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.device.cuda import CudaDevice
+from services.worker.runner import MAX_STEPS_IN_FLIGHT
 
 
 @pytest.fixture

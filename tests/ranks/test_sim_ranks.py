@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from protocol.codec import pack
-from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.distributed.pipeline import STEPS_AHEAD
+from services.worker.runner import MAX_STEPS_IN_FLIGHT
 from tests.ranks.recorded_run import record
 from tests.ranks.sim_group import MakeGroup
 from tests.unit.worker.plans import GREEDY, PlanBuilder, alone, prompt, tokens

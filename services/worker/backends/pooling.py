@@ -1,14 +1,18 @@
 """Embeddings: hidden states after the final norm, of the last token or averaged over all tokens of a request."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from protocol.columns import has_any
 from protocol.sampling import Pooling
-from services.worker.batch.slots import BatchColumns, Rows, spread
+from services.worker.batch.slots import BatchColumns, PlanError, Rows, spread
+
+Array = Any
+"""A tensor of torch or an array of NumPy: these modules use what both have."""
 
 
 @dataclass
@@ -28,24 +32,25 @@ class PooledRows:
     """True: the embedding is an average; False: the last token's state."""
     samples: NDArray[np.bool_]
     """True: the row completes its embedding."""
-    sums: torch.Tensor
-    """float32[num_slots, hidden]: sums over the tokens of every slot, shared by all steps"""
-    embeddings: torch.Tensor
-    """float32[completed, hidden] on the device: of each row that completes one, after `take`"""
+    sums: Array
+    """[num_slots, hidden]: sums over the tokens of every slot, shared by all steps"""
+    embeddings: Array
+    """[completed, hidden] on the device: of each row that completes one, after `take`"""
 
-    def take(self, states: torch.Tensor) -> None:
-        """Add float32[tokens, hidden], the states of `tokens`."""
-        completed = iter(self.embeddings)
-        for row, part in enumerate(states.split(self.sizes.tolist())):
+    def take(self, states: Array) -> None:
+        """Add [tokens, hidden], the states of `tokens`."""
+        completed, begin = iter(self.embeddings), 0
+        for row, size in enumerate(self.sizes.tolist()):
+            part, begin = states[begin : begin + size], begin + size
             value = part[-1]
             if self.means[row]:
                 total = self.sums[int(self.slots[row])]
                 if self.begins[row]:
-                    total.zero_()
-                total.add_(part.sum(0))
+                    total[:] = 0
+                total += part.sum(0)
                 value = total / int(self.ends[row])
             if self.samples[row]:
-                next(completed).copy_(value)
+                next(completed)[:] = value
 
     def to_message(self, embeddings: NDArray[np.float32]) -> tuple[bytes, bytes]:
         """Return int32 slots and float32[completed, hidden], as `ModelRunnerOutput` has them. `embeddings` are those of
@@ -54,13 +59,23 @@ class PooledRows:
 
 
 class Pooler:
-    """Averages that are not complete yet, as prompts come in chunks. On the output rank."""
+    """Averages that are not complete yet, as prompts come in chunks. On the output rank.
 
-    def __init__(self, num_slots: int, hidden_size: int, where: torch.device) -> None:
-        self._sums = torch.zeros(num_slots, hidden_size, device=where)
+    Args:
+        zeros: returns an array of this shape where the hidden states are.
+    """
+
+    def __init__(self, num_slots: int, hidden_size: int, zeros: Callable[[int, int], Array]) -> None:
+        self._hidden_size, self._zeros = hidden_size, zeros
+        self._sums = zeros(num_slots, hidden_size)
+        self._summed = np.zeros(num_slots, np.int32)
+        """Positions in the sum of each slot."""
 
     def rows(self, rows: Rows, table: BatchColumns) -> PooledRows | None:
-        """Return the pooled ones of a step's rows, which `table` has applied; None where no state is needed."""
+        """Return the pooled ones of a step's rows, which `table` has applied; None where no state is needed.
+
+        Raises: PlanError, if the states before a mean's row were not summed, because they came from the prefix cache.
+        """
         kinds = table.pooling[rows.slots]
         if not np.count_nonzero(kinds):  # every step pays for this; `any` and a comparison with an enumeration are slow
             return None
@@ -68,6 +83,13 @@ class Pooler:
         wanted = means | ((kinds == Pooling.LAST) & rows.samples)
         if not has_any(wanted):
             return None
+        summed = np.where(rows.starts == 0, 0, self._summed[rows.slots])
+        if (wrong := means & (rows.starts != summed)).any():
+            i = int(wrong.argmax())
+            raise PlanError(
+                f"slot {rows.slots[i]}: a mean from {rows.starts[i]} on, but {summed[i]} positions are summed"
+            )
+        self._summed[rows.slots[means]] = rows.ends[means]
         last = np.cumsum(rows.counts, dtype=np.int32)
         sizes = np.where(means, rows.counts, np.int32(1))[wanted]
         owners, offsets = spread(sizes)
@@ -81,5 +103,5 @@ class Pooler:
             means=means[wanted],
             samples=rows.samples[wanted],
             sums=self._sums,
-            embeddings=self._sums.new_empty(completed, self._sums.shape[1]),
+            embeddings=self._zeros(completed, self._hidden_size),
         )

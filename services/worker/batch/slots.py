@@ -46,6 +46,11 @@ class Rows:
         """First position after each row, which is the position of the token that the row samples."""
         return self.starts + self.counts
 
+    @property
+    def firsts(self) -> I32:
+        """Position of the first token that each row samples, or of its first draft, if it has any."""
+        return self.ends - self.drafts
+
     def select(self, mask: NDArray[np.bool_]) -> "Rows":
         """Return the rows at which `mask`, bool[rows], is True."""
         return Rows(*(column[mask] for column in vars(self).values()))

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.batch.staging import CopyEvent
 from services.worker.device.device_times import DeviceTime, StreamTimes
 from services.worker.device.interface import I32, ComputeDevice, DeviceMemory, DeviceMirror, HostCopy
-from services.worker.device.pinned_memory import PinnedStaging
+from services.worker.device.pinned_memory import CopyEvent, PinnedStaging
 
 
 def arriving(event: CopyEvent, copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> HostCopy:

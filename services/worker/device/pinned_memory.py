@@ -1,13 +1,18 @@
-"""Memory of the host from which a step's columns are copied to the device, in a ring of one set per step in flight."""
+"""Memory of the host from which a step's columns are copied to the device.
+
+This is the host-buffer rule (docs/invariants.md): memory that is the source of a copy to the device may be rewritten
+only after that copy has finished. There is one more set of memory than steps can be in flight, and each set has an
+event behind the last copy that read it. So a launch does not wait for the step before it (launch without waiting).
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.batch.staging import CopyEvent, HostRing
+from services.worker.runner import MAX_STEPS_IN_FLIGHT
 
 ALIGNMENT = 16
 """Bytes. Columns begin at multiples, so that vector loads of kernels are aligned."""
@@ -24,6 +29,13 @@ TORCH_TYPES: dict[np.dtype[Any], torch.dtype] = {
 """uint64 has the same bits as int64; torch computes with few unsigned types."""
 
 
+class CopyEvent(Protocol):
+    """Passes when everything enqueued before it has finished; a `torch.cuda.Event` is one."""
+
+    def synchronize(self) -> None:
+        """Wait without spinning."""
+
+
 class StagingSet:
     """Staging memory of one step. Blocks are kept, so a step allocates only when it is larger than all before.
 
@@ -35,10 +47,17 @@ class StagingSet:
         self._pinned = pinned
         self._blocks: list[torch.Tensor] = []
         self._block = self._used = 0
+        self._copied: CopyEvent | None = None
 
-    def reset(self) -> None:
-        """Begin a step: all memory may be written."""
+    def begin(self) -> None:
+        """Begin a step: all memory may be written. Waits only if a copy still reads it."""
+        if self._copied is not None:
+            self._copied.synchronize()
         self._block = self._used = 0
+
+    def end(self, copied: CopyEvent) -> None:
+        """End the step. `copied`: behind all copies from this memory."""
+        self._copied = copied
 
     def room(self, size: int) -> torch.Tensor:
         """Return uint8[size] that no other operation of the step has."""
@@ -54,7 +73,7 @@ class StagingSet:
 
 
 class PinnedStaging:
-    """Staging memory of all steps in flight; see `services.worker.batch.staging`.
+    """Staging memory of all steps in flight.
 
     Args:
         record: returns an event behind everything that was enqueued on the device's compute stream.
@@ -62,16 +81,21 @@ class PinnedStaging:
 
     def __init__(self, record: Callable[[], CopyEvent], pinned: bool = True) -> None:
         self._record = record
-        self._ring = HostRing(lambda: StagingSet(pinned))
-        self._set: StagingSet | None = None
+        self._sets = [StagingSet(pinned) for _ in range(MAX_STEPS_IN_FLIGHT + 1)]
+        self._step = 0
+        """Number of the present step; 0 before the first one."""
 
     def begin_step(self) -> StagingSet:
-        """End the step before and begin the next one. Waits only if a copy still reads the memory of that step."""
-        if self._set is not None:
-            self._ring.release(self._record())
-        self._set = self._ring.acquire()
-        self._set.reset()
-        return self._set
+        """End the step before and begin the next one."""
+        if self._step:
+            self._present.end(self._record())
+        self._step += 1
+        self._present.begin()
+        return self._present
+
+    @property
+    def _present(self) -> StagingSet:
+        return self._sets[self._step % len(self._sets)]
 
     def upload(
         self, columns: Sequence[NDArray[Any]], copy: Callable[[torch.Tensor], torch.Tensor]
@@ -87,7 +111,7 @@ class PinnedStaging:
         for column in columns:
             places.append(slice(size, size + column.nbytes))
             size += -(-column.nbytes // ALIGNMENT) * ALIGNMENT
-        staged = (self._set or self.begin_step()).room(size)
+        staged = (self._present if self._step else self.begin_step()).room(size)
         target = staged.numpy()
         for column, place in zip(columns, places, strict=True):
             target[place].view(column.dtype)[:] = column.reshape(-1)

@@ -7,39 +7,32 @@ needs is taken when its step must have ended long ago, so that messages do not a
 """
 
 from collections import deque
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-B = TypeVar("B")
-I32 = NDArray[np.int32]
+from protocol.steps import SchedulerOutput
+from services.worker.batch.slots import I32, Rows
+from services.worker.runner import steps_in_flight
 
 
-class FeedbackMessage(NamedTuple, Generic[B]):
-    """The outcome of one step; int32[rows]."""
+class FeedbackMessage(NamedTuple):
+    """The outcome of one step."""
 
     number: int
     """Number of the message in its epoch, from 1."""
-    slots: I32
-    firsts: I32
-    """Position of the first token that each row samples."""
-    drafts: int
-    """Drafts proposed for each row."""
-    body: B
-    """The buffer in which the backend receives the message, such as an `Outcome.empty_message` to fill."""
+    step: SchedulerOutput
+    rows: Rows
+    """Rows of the step that sample."""
 
 
-class TokenFeedback(Generic[B]):
-    """The messages that were not taken yet.
+class TokenFeedback:
+    """The messages that were not taken yet; those of more steps than can be in flight have arrived."""
 
-    Args:
-        most: maximum number of messages in flight; older ones have arrived.
-    """
-
-    def __init__(self, num_slots: int, most: int) -> None:
-        self._most = most
-        self.awaited: deque[FeedbackMessage[B]] = deque()
+    def __init__(self, num_slots: int, stages: int) -> None:
+        self._most = steps_in_flight(stages)
+        self.awaited: deque[FeedbackMessage] = deque()
         self._sent = 0
         self._newest = np.zeros(num_slots, np.int64)
         """Number of the last message with a token of the slot's request; 0: none."""
@@ -50,13 +43,15 @@ class TokenFeedback(Generic[B]):
         """Another request gets the slot, with all its tokens. Messages in flight belong to the one before."""
         self._newest[slot], self._since[slot] = 0, self._sent
 
-    def expect(self, slots: I32, firsts: I32, drafts: int, body: B) -> None:
-        """Expect the message of a launched step whose rows (at least one) sample tokens from `firsts` on."""
-        self._sent += 1
-        self.awaited.append(FeedbackMessage(self._sent, slots, firsts, drafts, body))
-        self._newest[slots] = self._sent
+    def expect(self, step: SchedulerOutput, rows: Rows) -> None:
+        """Expect the message of a launched step, if one of its rows samples."""
+        sampled = rows.select(rows.samples)
+        if len(sampled.slots):
+            self._sent += 1
+            self.awaited.append(FeedbackMessage(self._sent, step, sampled))
+            self._newest[sampled.slots] = self._sent
 
-    def due(self, slots: I32) -> list[FeedbackMessage[B]]:
+    def due(self, slots: I32) -> list[FeedbackMessage]:
         """Take and return, in order, the messages that a step with rows of `slots` needs."""
         needed = max(int(self._newest[slots].max(initial=0)), self._sent - self._most)
         messages = []
@@ -64,6 +59,6 @@ class TokenFeedback(Generic[B]):
             messages.append(self.awaited.popleft())
         return messages
 
-    def wanted(self, message: FeedbackMessage[B]) -> NDArray[np.bool_]:
+    def wanted(self, message: FeedbackMessage) -> NDArray[np.bool_]:
         """bool[rows]: whether the row's request still has its slot."""
-        return self._since[message.slots] < message.number
+        return self._since[message.rows.slots] < message.number

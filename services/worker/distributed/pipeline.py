@@ -13,8 +13,8 @@ from collections import deque
 import torch
 from torch import distributed
 
-from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.distributed.messages import Peers, Tag
+from services.worker.runner import steps_in_flight
 
 STEPS_AHEAD = 4
 """Steps that a stage computes before the next stage receives the first of them; as many activations are kept."""
@@ -42,7 +42,7 @@ class PipelineGroup:
             Tag.ROWS: STEPS_AHEAD,
             # Feedback stays with the sender until its receiver needs it, which is never later than the number of steps
             # in flight; so this capacity is never reached by a message that has not left.
-            Tag.FEEDBACK: 2 * max(MAX_STEPS_IN_FLIGHT, 2 * self.size) * self.size,
+            Tag.FEEDBACK: 2 * steps_in_flight(self.size) * self.size,
         }
         """Messages kept per tag."""
 

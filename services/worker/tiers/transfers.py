@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
 
 from protocol.block_names import NamedBlocks, split_names
 from protocol.codec import ProtocolError, unpack
@@ -20,7 +19,8 @@ from protocol.kv_transfer import MAX_FETCH_BYTES
 from protocol.steps import BlocksLoaded, LoadBlocks
 from services.process import name_this_thread
 from services.worker.kv_memory import KVMemory
-from services.worker.tiers.changes import TierChanges
+from services.worker.tiers.disk import DiskTier
+from services.worker.tiers.host import HostTier
 from services.worker.tiers.peers import PeerClient
 
 log = logging.getLogger("runahead.worker")
@@ -29,29 +29,9 @@ MAX_UNWRITTEN = 4096
 """Maximum number of blocks that wait to be written."""
 
 
-class Tier(Protocol):
-    """Blocks by name. `get` and `put` are called on two threads."""
-
-    label: str
-    """"host" or "disk"."""
-    changes: TierChanges
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all blocks in it."""
-
-    def begin(self) -> None:
-        """Called on the thread that writes, before the first block of each epoch."""
-
-    def has(self, name: bytes) -> bool: ...
-    def get(self, name: bytes, into: memoryview) -> bool:
-        """Copy a block. Return False if it is missing or wrong; then `into` is undefined."""
-
-    def put(self, name: bytes, data: memoryview) -> None:
-        """Keep a block, if possible."""
-
-    def drop(self, name: bytes) -> None:
-        """Remove a block, if it is there. Called on the thread that writes. Raises: OSError"""
+Tier = HostTier | DiskTier
+"""Blocks by name. `get` is called on other threads than the rest, which begins with `begin` in each epoch. It returns
+False for a block that is missing or wrong; `put` keeps one if possible."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.sampling import SamplingParams
 from services.worker.backends.native.sampling import logprobs
-from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.runner import MAX_STEPS_IN_FLIGHT
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver, compute_within, i32
 from tests.matrix import covering

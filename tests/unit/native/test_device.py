@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.device.cuda import CudaDevice
 from services.worker.device.device_times import DeviceClock
 from services.worker.device.interface import ComputeDevice
 from services.worker.device.pinned_memory import BLOCK
+from services.worker.runner import MAX_STEPS_IN_FLIGHT
 from tests.unit.native.lazy_device import POISON, LazyDevice
 
 COLUMNS = (

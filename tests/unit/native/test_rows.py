@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.native.sampling.sampler import place_masks
+from services.worker.batch.masks import place_masks
 from services.worker.batch.slots import Rows, spread
 from tests.unit.native.implementations import IMPLEMENTATIONS, every_implementation, make
 from tests.unit.native.row_cases import SLOTS, VOCAB, RowCases, empty_batch

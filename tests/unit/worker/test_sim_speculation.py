@@ -3,7 +3,6 @@
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
-from random import Random
 
 import numpy as np
 import pytest
@@ -18,8 +17,7 @@ from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.backends.sim.model.oracle import Oracle, OracleError
 from services.worker.batch.slots import PlanError, Rows
-from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
-from services.worker.runner import LoadError, Output
+from services.worker.runner import MAX_STEPS_IN_FLIGHT, LoadError, Output
 from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     BLOCK,
@@ -35,7 +33,6 @@ from tests.unit.worker.plans import (
     prompt,
     ragged,
     result_of,
-    sampled,
     sim_runner,
 )
 from tests.unit.worker.sim_reference import answer
@@ -189,37 +186,6 @@ def test_a_launch_waits_for_no_accepted_count() -> None:
     batch.runner.shutdown()
     assert {accepted for drafted, accepted in life.verified if drafted} == {2}
     assert_answered(life)
-
-
-def accepted_in_a_race() -> list[list[tuple[int, int]]]:
-    """Return the acceptance while copies are late and every host buffer is overwritten as soon as it was copied."""
-    device = FakeDevice(Random(5))
-    runner = drafting("request", make_device=lambda: device)
-    lives = [RequestLife(prompt(i, 5), sampled(i)) for i in range(4)]
-    batch = RunnerUnderTest(runner, 3)
-    for life in lives:
-        batch.admit(life)
-    try:
-        for _ in range(12):
-            batch.launch(*lives, propose=3)
-        batch.drain()
-    finally:
-        runner.shutdown()
-    assert not device.violations
-    for life in lives:
-        assert_answered(life)
-    return [life.verified for life in lives]
-
-
-def test_the_drafter_reads_nothing_that_the_host_writes() -> None:
-    """Host-buffer rule: acceptance equals that of an undisturbed device."""
-    lives = [RequestLife(prompt(i, 5), sampled(i)) for i in range(4)]
-    batch = RunnerUnderTest(drafting("request"), 1)
-    for life in lives:
-        batch.admit(life)
-    for _ in range(12):
-        batch.launch(*lives, propose=3)
-    assert accepted_in_a_race() == [life.verified for life in lives]
 
 
 def test_a_result_does_not_wait_for_the_drafter() -> None:

@@ -8,6 +8,7 @@ next one with the step.
 """
 
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ from services.worker.backends.native.step import ComputedStep, NativeResult, Pre
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.backends.pooling import Pooler
 from services.worker.batch.slots import BatchColumns, PlanError, Rows, spread
-from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.device.device_times import StepClock
 from services.worker.distributed.feedback import TokenFeedback
 from services.worker.distributed.outcome import Outcome
@@ -76,9 +76,9 @@ class NativeEpoch:
         self.history = TokenHistory(slots, init.max_model_len, vocab_size, model.kernels)
         self.drafts = DraftTable(slots, most_drafts, vocab_size, model.kernels.rows)
         """Used by the stages that embed tokens and that sample them."""
-        self._feedback = TokenFeedback[torch.Tensor](slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * ranks.pipeline.size))
+        self._feedback = TokenFeedback(slots, ranks.pipeline.size)
         self._sampler = Sampler(self.columns, self.history, vocab_size, model.kernels)
-        self._pooler = Pooler(slots, model.part.whole.hidden_size, device.where)
+        self._pooler = Pooler(slots, model.part.whole.hidden_size, partial(torch.zeros, device=device.where))
         self._reads = drafter.reads if drafter is not None else ()
         self.proposer = (
             drafter.start(DrafterSlots(self.columns, self.history, num_blocks, allocate))
@@ -131,11 +131,9 @@ class NativeEpoch:
         began = self.device.now()
         self.logits = self._forward.run(pooled, prompts)
         clock = StepClock(prepared.prepared, began, self.device.now(), waited)
-        computed = ComputedStep(step, rows, self.logits, pooled, prompts, clock)
-        if pipeline.is_first and pipeline.size > 1 and computed.sampling:
-            drafts = step.num_speculative_tokens
-            self._feedback.expect(computed.slots, computed.firsts, drafts, computed.empty_message())
-        return computed
+        if pipeline.is_first and pipeline.size > 1:
+            self._feedback.expect(step, rows)
+        return ComputedStep(step, rows, self.logits, pooled, prompts, clock)
 
     def _assign(self, step: SchedulerOutput) -> None:
         """Assign slots to new requests. Only the stages that embed and that sample tokens store them."""
@@ -179,11 +177,14 @@ class NativeEpoch:
     def _take_feedback(self, rows: Rows) -> None:
         """Wait for the outcomes of the latest steps that sampled these rows, and store them."""
         for message in self._feedback.due(rows.slots):
+            k = message.step.num_speculative_tokens
+            body = Outcome.empty_message(message.rows, k)
             if self._ranks.tensor_parallel.is_first:
-                self._ranks.pipeline.receive_feedback(message.body)
-            outcome = Outcome.from_message(self._ranks.tensor_parallel.broadcast(message.body), message.drafts)
+                self._ranks.pipeline.receive_feedback(body)
+            outcome = Outcome.from_message(self._ranks.tensor_parallel.broadcast(body), k)
             stays = self._feedback.wanted(message)
-            self._keep(message.slots[stays], message.firsts[stays], outcome.select(stays))
+            kept = message.rows.select(stays)
+            self._keep(kept.slots, kept.firsts, outcome.select(stays))
 
     # -- sampling ------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class ComputedStep:
     @cached_property
     def firsts(self) -> NDArray[np.int32]:
         """int32[sampling rows]: position of the first token that each row samples."""
-        return (self.rows.ends - self.rows.drafts)[self.rows.samples]
+        return self.rows.firsts[self.rows.samples]
 
     def empty_message(self) -> torch.Tensor:
         return Outcome.empty_message(self.rows, self.step.num_speculative_tokens)

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from services.checkpoint import read_json, resolve
+from services.checkpoint import named_eos, read_json, resolve
 from services.config import WorkerConfig
 from services.worker.runner import LoadError
 
@@ -29,21 +29,16 @@ class SimCheckpoint:
 
         Raises: LoadError or CheckpointError, if the files cannot be read.
         """
-        if config.sim_vocab_size and not config.model:
-            return cls._from_json({}, {}, config.sim_vocab_size)
-        path = resolve(config.model, config.revision)
-        model, generation = (read_json(path, f"{name}.json") for name in ("config", "generation_config"))
-        if not model:
-            raise LoadError(f"{path} has no config.json; give a directory in Hugging Face format")
-        return cls._from_json(model, generation, config.sim_vocab_size)
-
-    @classmethod
-    def _from_json(cls, model: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> "SimCheckpoint":
-        eos = generation.get("eos_token_id", model.get("eos_token_id"))
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        model: dict[str, Any] = {}
+        eos: list[Any] = []
+        if config.model or not config.sim_vocab_size:
+            path = resolve(config.model, config.revision)
+            if not (model := read_json(path, "config.json")):
+                raise LoadError(f"{path} has no config.json; give a directory in Hugging Face format")
+            eos = named_eos(path)
         return cls(
-            vocab_size or int(model.get("vocab_size", DEFAULT_VOCAB_SIZE)),
+            config.sim_vocab_size or int(model.get("vocab_size", DEFAULT_VOCAB_SIZE)),
             int(model.get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)),
-            tuple(int(token) for token in ids),
-            hashlib.sha256(json.dumps([model, vocab_size], sort_keys=True).encode()).hexdigest(),
+            tuple(map(int, eos)),
+            hashlib.sha256(json.dumps([model, config.sim_vocab_size], sort_keys=True).encode()).hexdigest(),
         )

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,11 @@ from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.backends.sim.epoch import LoadedRank, SimEpoch
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE
 from services.worker.backends.sim.output.step_output import StepOutput
-from services.worker.backends.sim.ranks.exchange import RankExchange
 from services.worker.kv_memory import KVMemory
 from services.worker.runner import Identity, LoadError, Progress
+
+if TYPE_CHECKING:
+    from services.worker.backends.sim.ranks.group_exchange import GroupExchange
 
 DEFAULT_BLOCKS = 16384
 """KV blocks without `kv_cache_memory_bytes`; a block costs its hashes only."""
@@ -41,7 +44,8 @@ class SimRunner:
         self.kv_memory = KVMemory.kept(config.kv_keeper)
         self._make_device, self._full_check = make_device, full_check
         self.shard: Shard | None = None
-        self.exchange = RankExchange()
+        self.exchange: GroupExchange | None = None
+        """With the other ranks; None: there is none."""
         self._rank = EpochValue[LoadedRank]("load")
         self._epoch = EpochValue[SimEpoch]("init_kv_cache")
 
@@ -89,7 +93,7 @@ class SimRunner:
     def _join(self, assignment: Assignment, cost: CostModel, listener: socket.socket | None) -> None:
         """Connect this rank with the others. Raises: RanksLost"""
         if assignment.world_size == 1:
-            self.exchange = RankExchange()
+            self.exchange = None
             if listener is not None:
                 listener.close()
             return
@@ -124,12 +128,12 @@ class SimRunner:
             epoch.end_masks()
 
     def release(self, slots: NDArray[np.int32]) -> None:
-        self.epoch.release(slots)
+        self.epoch.table.release(slots)
 
     def leave(self) -> None:
         self._end_epoch()
         self._rank.end()
-        self.exchange = RankExchange()
+        self.exchange = None
 
     def _end_epoch(self) -> None:
         epoch = self._epoch.end()
@@ -138,7 +142,8 @@ class SimRunner:
 
     def abort(self) -> None:
         self.end_masks()
-        self.exchange.abort()
+        if (exchange := self.exchange) is not None:
+            exchange.abort()
 
     def shutdown(self) -> None:
         self.leave()

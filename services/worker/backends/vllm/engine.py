@@ -56,7 +56,7 @@ class VllmEngine:
         assignment, speculation = options.assignment, options.assignment.speculation
         self.config = create_engine_config(options, platform.arguments())
         platform.check(self.config, options)
-        if self.media is not None and not platform.computes_here:
+        if self.media is not None and not platform.is_host:
             raise LoadError("models that read images or sounds are served with --device cpu only")
         if options.config.enforce_eager:
             torch.compiler.set_stance("force_eager")  # vLLM compiles parts of its sampler in any case
@@ -105,7 +105,7 @@ class VllmEngine:
         with self._check_kernels(groups):
             self.cache_budget = platform.measure(self._wrapper)
             """Bytes for the KV cache; 0: the host's memory has them."""
-            if platform.computes_here:
+            if platform.is_host:
                 self.threads.begin(self._timed, self.runner.max_num_tokens)
                 _set_num_threads(self.threads.choose(1))
                 self._wrapper.execute_dummy_batch()
@@ -301,7 +301,8 @@ class VllmEngine:
         starts = np.cumsum(rows.counts) - rows.counts
         shift = np.repeat(vllm_starts - starts, rows.counts)
         states = self.runner.execute_model_state.hidden_states
-        pooled.take(states[self.platform.index(pooled.tokens + shift[pooled.tokens])].float())
+        (tokens,) = self.platform.upload(pooled.tokens + shift[pooled.tokens].astype(np.int64))
+        pooled.take(states[tokens].float())
 
     def sample(self, masks: TranslatedMasks, ids: list[str]) -> SampledStep:
         """Sample the step just executed.
@@ -337,7 +338,7 @@ def _numbers_of_threads(wanted: int, groups: ProcessGroups, platform: WorkerPlat
         return (wanted,)
     cores = max(1, machine.cores() // groups.ranks_on_machine)
     # A rank's time has the waits for other ranks in it, and a GPU's steps are only enqueued here.
-    return numbers_to_try(cores) if platform.computes_here and not groups.has_several_ranks else (cores,)
+    return numbers_to_try(cores) if platform.is_host and not groups.has_several_ranks else (cores,)
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """Everything of a rank that lives one epoch: the batch on the host, the translation of plans, and the steps."""
 
 import time
+from functools import partial
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -52,7 +54,8 @@ class VllmEpoch:
         )
         self._pooler = None
         if engine.generates:
-            self._pooler = Pooler(assignment.num_slots, engine.hidden_size, engine.runner.device)
+            zeros = partial(torch.zeros, device=engine.platform.where)
+            self._pooler = Pooler(assignment.num_slots, engine.hidden_size, zeros)
         batch, speculation = engine.runner, assignment.speculation
         self._translator = PlanTranslator(
             self.table,
@@ -116,7 +119,7 @@ class VllmEpoch:
                 return ForwardDone(p.clock.times(engine.platform.now()))
             return VllmOutput(p, SampledStep(p.result), engine.platform.now())
         if not self._pipeline.is_last:
-            self._outcomes.expect(step, p.rows)
+            self._outcomes.feedback.expect(step, p.rows)
             return ForwardDone(p.clock.times(engine.platform.now()))
         masks = self._masks(p, grammar)
         if masks.left_out:

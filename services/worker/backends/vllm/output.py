@@ -12,10 +12,10 @@ from protocol.rows import LogprobRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
-from services.worker.backends.vllm.platforms.interface import HostArray
 from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.batch.slots import I32, NONE, Rows, spread
 from services.worker.device.device_times import DeviceTime, StepClock
+from services.worker.device.interface import HostCopy
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class VllmOutput:
     executed: ExecutedVllmStep
     sampled: SampledStep
     ended: DeviceTime
-    embeddings: HostArray | None = None
+    embeddings: HostCopy | None = None
     """float32[completed, hidden] of the pooled rows."""
     acceptable: I32 | None = None
     """int32[rows]: number of drafts that the grammar allows; None: all."""
@@ -62,14 +62,16 @@ class VllmOutput:
         index_of = result.req_id_to_index
         rows, samples = executed.rows, executed.rows.samples
         indices = np.array([index_of[executed.ids[row]] for row in np.flatnonzero(samples)], np.int64)
-        if (vectors := result.pooler_output) is not None:
-            return self._pooled([vectors[i] for i in indices])
-        tokens = [result.sampled_token_ids[i] for i in indices]
+        embedding_slots, embeddings, sizes = b"", b"", b""
+        if (vectors := result.pooler_output) is None:
+            tokens = [result.sampled_token_ids[i] for i in indices]
+        else:  # in place of each token
+            tokens, embedding_slots = [[0]] * len(indices), rows.slots[samples].tobytes()
+            embeddings, sizes = _vectors([vectors[i] for i in indices])
         counts = np.array([len(row) for row in tokens], np.int32)
         drafted = rows.drafts if self.acceptable is None else self.acceptable
-        embedding_slots, embeddings = b"", b""
         if executed.pooled is not None and self.embeddings is not None:
-            embedding_slots, embeddings = executed.pooled.to_message(self.embeddings())
+            embedding_slots, embeddings = executed.pooled.to_message(*self.embeddings())
         parts = [*self._prompt_logprobs(result), *self._token_logprobs(result, indices, counts)]
         return ModelRunnerOutput(
             epoch=executed.step.epoch,
@@ -82,27 +84,10 @@ class VllmOutput:
             logprobs=LogprobRows.concatenate(parts).to_message() if parts else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,
+            embedding_sizes=sizes,
             drafted=drafted[samples].tobytes() if drafted.any() else b"",
             draft_token_ids=self.proposed[samples].tobytes() if self.proposed is not None else b"",
             failed_slots=executed.failed,
-        )
-
-    def _pooled(self, vectors: list[torch.Tensor | None]) -> ModelRunnerOutput:
-        """Return the result of a model with a pooler of its own: a vector in place of each token."""
-        values = [np.empty(0, np.float32) if v is None else v.float().numpy().ravel() for v in vectors]
-        rows = self.executed.rows.select(self.executed.rows.samples)
-        ones = np.ones(len(vectors), np.int32)
-        return ModelRunnerOutput(
-            epoch=self.executed.step.epoch,
-            step_id=self.executed.step.step_id,
-            slots=rows.slots.tobytes(),
-            generations=rows.generations.tobytes(),
-            counts=ones.tobytes(),
-            token_ids=(0 * ones).tobytes(),
-            times=self.executed.clock.times(self.ended),
-            embedding_slots=rows.slots.tobytes(),
-            embeddings=b"".join(v.tobytes() for v in values),
-            embedding_sizes=np.array([len(v) for v in values], np.int32).tobytes(),
         )
 
     def _token_logprobs(
@@ -122,7 +107,7 @@ class VllmOutput:
         if lists.cu_num_generated_tokens is not None:  # rows of different lengths
             indices = np.array(lists.cu_num_generated_tokens)[indices]
         owners, offsets = spread(np.where(wanted, counts, np.int32(0)))
-        at, positions = indices[owners] + offsets, (rows.ends - rows.drafts)[owners] + offsets
+        at, positions = indices[owners] + offsets, rows.firsts[owners] + offsets
         entries = lists.logprob_token_ids[at], lists.logprobs[at], lists.sampled_token_ranks[at]
         return [_logprob_rows(rows.slots[owners], positions, tops[owners], *entries)]
 
@@ -139,6 +124,12 @@ class VllmOutput:
             columns = tensors.logprob_token_ids, tensors.logprobs, tensors.selected_token_ranks
             parts.append(_logprob_rows(slots, positions, tops, *(column.numpy() for column in columns)))
         return parts
+
+
+def _vectors(vectors: list[torch.Tensor | None]) -> tuple[bytes, bytes]:
+    """Return the vectors, float32 one behind the other, and the size of each, int32."""
+    values = [np.empty(0, np.float32) if v is None else v.float().numpy().ravel() for v in vectors]
+    return b"".join(v.tobytes() for v in values), np.array([len(v) for v in values], np.int32).tobytes()
 
 
 def _logprob_rows(

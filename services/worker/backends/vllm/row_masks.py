@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from protocol.rows import GrammarRows
+from protocol.codec import unpack
 from protocol.steps import GrammarOutput
+from services.worker.batch.masks import GrammarMask
 from services.worker.batch.slots import I32, Rows
 
 LEFT_OUT = ALL_ALLOWED = -1
@@ -36,11 +37,7 @@ class RowMasks:
 
     def add(self, grammar: GrammarOutput) -> None:
         """Raises: ProtocolError"""
-        slots, counts, masks = GrammarRows.from_message(grammar, self._vocab_size)
-        row_of = {slot: row for row, slot in enumerate(self.slots.tolist())}
-        firsts = np.cumsum(self._drafts + 1) - self._drafts - 1
-        for slot, count, end in zip(slots.tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True):
-            if (row := row_of.get(slot)) is not None:
-                used, start = min(count, int(self._drafts[row]) + 1), end - count
-                self.bitmask[firsts[row] : firsts[row] + used] = masks[start : start + used]
-                self.acceptable[row] = used - 1
+        mask = GrammarMask.from_message(grammar, self.slots, self._drafts, self._vocab_size)
+        self.bitmask[mask.rows] = mask.words
+        sampled = np.isin(self.slots, unpack(grammar.slots))
+        self.acceptable[sampled] = mask.acceptable[sampled]

@@ -18,7 +18,6 @@ from protocol.steps import NO_DRAFT, NewRequest, SchedulerOutput
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.plan import PlanTranslator
 from services.worker.batch.slots import Rows
-from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.distributed.feedback import TokenFeedback
 from services.worker.distributed.outcome import Outcome
 from services.worker.distributed.pipeline import PipelineGroup
@@ -33,17 +32,20 @@ class StageOutcomes:
 
     def __init__(self, pipeline: PipelineGroup, num_slots: int, runner: Any, translator: PlanTranslator) -> None:
         self._pipeline, self._runner, self._translator = pipeline, runner, translator
-        self._feedback = TokenFeedback[torch.Tensor](num_slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * pipeline.size))
+        self.feedback = TokenFeedback(num_slots, pipeline.size)
+        """On the stages before the last one."""
 
     def take(self, new: Sequence[NewRequest], slots: NDArray[np.int32]) -> None:
         """Wait for the outcomes that a step with rows of `slots` needs, and store them. On the last stage: nothing."""
         for request in new:
-            self._feedback.assign(request.slot)
-        for message in self._feedback.due(slots):
-            self._pipeline.receive_feedback(message.body)
-            stays = self._feedback.wanted(message)
-            outcome = Outcome.from_message(message.body, message.drafts).select(stays)
-            ids = self._translator.request_ids(message.slots[stays])
+            self.feedback.assign(request.slot)
+        for message in self.feedback.due(slots):
+            k = message.step.num_speculative_tokens
+            body = Outcome.empty_message(message.rows, k)
+            self._pipeline.receive_feedback(body)
+            stays = self.feedback.wanted(message)
+            outcome = Outcome.from_message(body, k).select(stays)
+            ids = self._translator.request_ids(message.rows.slots[stays])
             tokens = iter(outcome.ids.tolist())
             for request_id, count in zip(ids, outcome.counts.tolist(), strict=True):
                 self._append(request_id, list(islice(tokens, count)))
@@ -61,17 +63,6 @@ class StageOutcomes:
             end = batch.num_tokens_no_spec[row] = start + len(tokens)
             batch.token_ids_cpu[row, start:end] = tokens
             batch.is_token_ids[row, start:end] = True
-
-    def expect(self, step: SchedulerOutput, rows: Rows) -> None:
-        """Expect the outcome of an executed step. On a stage before the last one.
-
-        Args:
-            rows: at their true positions
-        """
-        if rows.samples.any():
-            slots, firsts = rows.slots[rows.samples], (rows.ends - rows.drafts)[rows.samples]
-            k = step.num_speculative_tokens
-            self._feedback.expect(slots, firsts, k, Outcome.empty_message(rows, k))
 
     def send(self, step: SchedulerOutput, rows: Rows, ids: list[str], result: vllm_api.ModelRunnerOutput) -> None:
         """Send the outcome of a sampled step. On the last stage.

@@ -1,7 +1,6 @@
 """The forward pass of one rank over its paged cache in one epoch."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -68,15 +67,6 @@ class ForwardBuffers(Buffers):
         return BatchTensors(self.ids, self.slots, self.positions, self.tiles, self.sampled)
 
 
-@dataclass(frozen=True)
-class Counts:
-    """The size of one step."""
-
-    tokens: int
-    tiles: int
-    sampled: int
-
-
 class ForwardPass:
     """For one calling thread.
 
@@ -109,7 +99,8 @@ class ForwardPass:
         self._device = model.kernels.device
         self._table, self._taps = table, tuple(taps)
         self._cache = self._network.kv_cache(model.cache_shape(block_size, groups), num_blocks, allocate)
-        self._counts = Counts(0, 0, 0)
+        self._counts = dict.fromkeys(FEW, 0)
+        """Number of rows of each kind in this step."""
         self._make_room(dict(capacity))
 
     def _make_room(self, capacity: dict[str, int]) -> None:
@@ -137,8 +128,8 @@ class ForwardPass:
         if tokens > self._smallest:  # else there is room, as a tile or a sampled token is at least one token
             self._require_room(rows, tokens)
         where = history.tokens if history is not None and ids is None else None
-        counts = kernels.lay_out(rows, where, self._model.part.whole.vocab_size, self._buffers.batch)
-        self._counts = Counts(tokens, *counts)
+        tiles, sampled = kernels.lay_out(rows, where, self._model.part.whole.vocab_size, self._buffers.batch)
+        self._counts = {"tokens": tokens, "tiles": tiles, "sampled": sampled}
         if ids is not None:
             self._buffers.ids[:tokens] = ids
 
@@ -155,7 +146,7 @@ class ForwardPass:
     def receive(self) -> None:
         """Wait for the activations of the stage before, if there is one. Raises: RanksLost"""
         if not self._model.part.is_first:
-            self._ranks.pipeline.receive_activations(self._buffers.residual[: self._counts.tokens])
+            self._ranks.pipeline.receive_activations(self._buffers.residual[: self._counts["tokens"]])
 
     def run(self, pooled: PooledRows | None = None, prompts: PromptScores | None = None) -> torch.Tensor | None:
         """Compute every token of the step in this rank's layers and write its keys and values to the cache.
@@ -172,10 +163,10 @@ class ForwardPass:
         Raises: RanksLost
         """
         counts, part, pipeline = self._counts, self._model.part, self._ranks.pipeline
-        residual = self._buffers.residual[: counts.tokens]
+        residual = self._buffers.residual[: counts["tokens"]]
         if part.is_first and self._ranks.tensor_parallel.size > 1:
             residual[:] = self._embedded_by_ranks()
-        logits = self._recording.run(tokens=counts.tokens, tiles=counts.tiles, sampled=counts.sampled)
+        logits = self._recording.run(**counts)
         if not part.is_last:
             pipeline.send_activations(residual.clone())
             return None
@@ -187,7 +178,7 @@ class ForwardPass:
                 states = self._final_normed(tokens, self._model.head_norm)
                 if (scored := self._whole_logits(self._head(states))) is not None:
                     prompts.take(scored)
-        return self._whole_logits(logits[: counts.sampled])
+        return self._whole_logits(logits[: counts["sampled"]])
 
     def capture(self, progress: Captured) -> int:
         """Prepare the sizes of steps that are replayed, before the first step. Returns: bytes of device memory."""
@@ -195,7 +186,7 @@ class ForwardPass:
 
     def tapped(self) -> list[torch.Tensor]:
         """Hidden states that a drafter reads, [tokens, hidden]; valid until the next step."""
-        return [tap[: self._counts.tokens] for tap in self._buffers.taps]
+        return [tap[: self._counts["tokens"]] for tap in self._buffers.taps]
 
     # -- what is computed ------------------------------------------------------------------------------------------
 
@@ -255,7 +246,7 @@ class ForwardPass:
         """[tokens, hidden]: the sum over ranks; a rank adds zeros for the token ids of other ranks."""
         embedding = self._model.embedding
         assert embedding is not None, "the first stage has the embedding"
-        vocabulary, count = self._model.part.vocabulary, self._counts.tokens
+        vocabulary, count = self._model.part.vocabulary, self._counts["tokens"]
         own = self._buffers.ids[:count] - vocabulary.start
         foreign = (own < 0) | (own >= vocabulary.stop - vocabulary.start)
         rows = torch.empty(count, self._model.config.hidden_size)

@@ -6,7 +6,7 @@ one kept are kept too. Of equal maxima the lowest id wins, also where nothing is
 the logits before all this.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from protocol.codec import unpack
 from protocol.columns import has_all, has_any
-from protocol.rows import GrammarRows
 from protocol.steps import GrammarOutput
 from services.worker.backends.native.sampling.acceptance import SamplePositions
 from services.worker.backends.native.sampling.logprobs import ScoredRows, score
 from services.worker.backends.native.sampling.preparation import run_every_operation
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import I32, NONE, BatchColumns, spread
+from services.worker.batch.masks import GrammarMask
+from services.worker.batch.slots import I32, NONE, BatchColumns
 from services.worker.kernels.interface.kernels import Kernels
 from services.worker.kernels.interface.logit_rules import LogitRule
 from services.worker.kernels.interface.sampling import DrawColumns
@@ -54,49 +54,6 @@ def rule_of_slot(table: BatchColumns, slot: int, vocab_size: int) -> LogitRule |
 
 def _inside(tokens: I32, vocab_size: int) -> I32:
     return tokens[(tokens >= 0) & (tokens < vocab_size)]
-
-
-class GrammarMask(NamedTuple):
-    """The masks of one step's sampled tokens."""
-
-    rows: I32
-    """int32[masks]: which of the tokens"""
-    words: I32
-    """int32[masks, ceil(vocab / 32)], least significant bit first"""
-    acceptable: I32
-    """int32[sampling rows]: drafts that may be accepted"""
-
-    @classmethod
-    def from_message(cls, grammar: GrammarOutput, slots: I32, drafts: I32, vocab_size: int) -> Self:
-        """`slots` and `drafts` are those of the sampling rows; masks of other slots are not used.
-
-        Raises: ProtocolError
-        """
-        masked, counts, words = GrammarRows.from_message(grammar, vocab_size)
-        tokens, acceptable = place_masks(slots, drafts, masked, counts)
-        used = tokens >= 0
-        return cls(tokens[used], words[used], acceptable)
-
-
-def place_masks(slots: I32, drafts: I32, masked: I32, counts: I32) -> tuple[I32, I32]:
-    """Match the masks of a step with its sampled tokens: one for each row and one for each of its drafts.
-
-    Args:
-        slots, drafts: int32[sampling rows], at least one
-        masked, counts: int32[constrained rows]: slots, and numbers of masks; a slot without a row has no token
-
-    Returns: int32[masks], the sampled token that each is for, -1: none; int32[sampling rows], drafts that may be
-        accepted, none where their masks are missing (acceptable drafts, docs/invariants.md).
-    """
-    row_of = {slot: row for row, slot in enumerate(slots.tolist())}
-    rows = np.array([row_of.get(slot, -1) for slot in masked.tolist()], np.int32)
-    if not has_any(drafts) and has_all(counts == 1):  # most steps
-        return rows, drafts
-    used = np.where(rows < 0, 0, np.minimum(counts, drafts[rows] + 1))
-    acceptable = drafts.copy()
-    acceptable[rows[rows >= 0]] = used[rows >= 0] - 1
-    firsts, (owners, offsets) = np.cumsum(drafts + 1, dtype=np.int32) - drafts - 1, spread(counts)
-    return np.where(offsets < used[owners], firsts[rows[owners]] + offsets, np.int32(-1)), acceptable
 
 
 class SampledTokens(NamedTuple):

@@ -1,1 +1,1 @@
-"""The device: its interface and timeline, the columns that a step copies to it, and rigid shapes."""
+"""The device: its interface and timeline, and rigid shapes."""

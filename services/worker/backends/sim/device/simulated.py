@@ -19,14 +19,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ParamSpec
-
-import numpy as np
-from numpy.typing import NDArray
 
 from services.worker.backends.clock import MONOTONIC, Clock
 
-P = ParamSpec("P")
 Inputs = Callable[[], float]
 """Waits for inputs from other ranks, and returns when they arrived: monotonic seconds."""
 
@@ -92,12 +87,6 @@ class SimDevice:
         self._working = threading.Lock()
         """Held by the thread that does queued work."""
 
-    def _do(self, work: Callable[P, None], *arguments: P.args, **keywords: P.kwargs) -> None:
-        if self._queue:
-            self._queue.append(partial(work, *arguments, **keywords))
-        else:
-            work(*arguments, **keywords)
-
     def work_until(self, event: SimEvent) -> None:
         """Do the queued work up to `event`."""
         if event.passed:
@@ -117,19 +106,6 @@ class SimDevice:
     def _work(self) -> None:
         self._queue[0]()
         self._queue.popleft()
-
-    def copy_in(self, target: NDArray[Any], source: NDArray[Any]) -> None:
-        """Copy from host to device. `source` must not change before a later event has passed."""
-        self._do(np.copyto, target, source)
-
-    def record(self) -> SimEvent:
-        event = SimEvent(self)
-        self._do(self._record, event)
-        return event
-
-    def _record(self, event: SimEvent) -> None:
-        event.began = self._free_at
-        self._pass(event)
 
     def launch(self, work: Callable[[], None], seconds: float, inputs: Inputs = no_inputs) -> SimEvent:
         """Run `work` on the device, for `seconds` of its time that begin when `inputs` have arrived or later."""
@@ -185,12 +161,3 @@ class SimDevice:
         """Raises: the error of the work that was done so far."""
         if self._error is not None:
             raise self._error
-
-    def copy_out(self, source: NDArray[Any]) -> tuple[NDArray[Any], SimEvent]:
-        """Copy from device to host. Return an array that is valid once the event has passed.
-
-        `source` must not change until then.
-        """
-        target = np.empty_like(source)
-        self._do(np.copyto, target, source)
-        return target, self.record()

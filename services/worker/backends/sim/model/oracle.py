@@ -45,7 +45,7 @@ class DeviceRows:
 class Activations(NamedTuple):
     """A stage's output for the next stage, in place of hidden states.
 
-    `tokens` and `hashes` have room for every planned token, rows back to back; rows with missing drafts use less.
+    `tokens` and `hashes` have the rows back to back; received ones have room for every planned token behind them.
     """
 
     tokens: I32
@@ -56,11 +56,6 @@ class Activations(NamedTuple):
     """int32[rows]: true positions at which the rows start."""
     drafts: I32
     """int32[rows]: drafts that the rows really have."""
-
-    @classmethod
-    def empty(cls, tokens: int, rows: int) -> "Activations":
-        zeros = np.zeros((2, rows), np.int32)
-        return cls(np.zeros(tokens, np.int32), np.zeros(tokens, np.uint64), *zeros)
 
 
 class Oracle:
@@ -225,12 +220,11 @@ class Oracle:
         self._turn += 1
         return self.chain[batch.slots, batch.ends]
 
-    def activations(self, batch: DeviceRows, leaving: Activations) -> None:
-        """Fill `leaving` with the activations of the step that `forward` executed."""
+    def activations(self, batch: DeviceRows, drafts: I32) -> Activations:
+        """Return the activations of the step that `forward` executed. `drafts`: int32[rows], those of each row."""
         rows, positions = spread(batch.starts, batch.counts)
         slots = batch.slots[rows]
-        leaving.tokens[: len(rows)] = self.tokens(slots, positions)
-        leaving.hashes[: len(rows)] = self.chain[slots, positions + 1]
+        return Activations(self.tokens(slots, positions), self.chain[slots, positions + 1], batch.starts, drafts)
 
     def _store_inputs(self, batch: DeviceRows, tokens: I32) -> None:
         """Store the input ids that the stage before sent. Ids that are known here must be the same."""

@@ -1,1 +1,1 @@
-"""Results of a step: tokens, log-probabilities and embeddings."""
+"""Results of a step: tokens and log-probabilities."""

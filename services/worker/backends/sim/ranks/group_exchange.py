@@ -11,22 +11,21 @@ the owners that the slots had when its step was launched; ids for a slot that ha
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
-from protocol.steps import SchedulerOutput
+from protocol.steps import NO_DRAFT, SchedulerOutput
+from services.worker.backends.mask_inbox import TakenMasks
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.oracle import Activations, OracleError, first_true, spread
-from services.worker.backends.sim.ranks.exchange import LeftOut, RankExchange, ReceivedInputs, StageFeedback
+from services.worker.backends.sim.ranks.inputs import ReceivedInputs, StageFeedback
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.batch.slots import I32, Rows
-from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
-from services.worker.distributed.feedback import TokenFeedback
+from services.worker.distributed.feedback import FeedbackMessage, TokenFeedback
 from services.worker.distributed.pipeline import PipelineGroup
 from services.worker.distributed.ranks import Ranks
 
@@ -35,49 +34,18 @@ HEADER = 2
 """Words before the body of a message."""
 
 
-@dataclass(frozen=True)
-class _ExpectedFeedback:
-    """A message that the last stage will send; int32[rows] each."""
+class GroupExchange:
+    """The exchange over the groups of one epoch; `join` is called first.
 
-    step_id: int
-    slots: I32
-    room: I32
-    """Largest number of tokens of each row."""
-    masked: NDArray[np.bool_]
-    """True: a constrained row, which may be left out."""
-    proposed: int
-    """Drafts of each row."""
-
-    @property
-    def size(self) -> int:
-        """Words of the body."""
-        return int(self.room.sum()) + (2 + self.proposed) * len(self.slots)
-
-    def unpack(self, body: I64, kept: NDArray[np.bool_]) -> StageFeedback:
-        """Return the feedback of the rows at which `kept` is True.
-
-        Raises: OracleError, if a row that is not constrained has no token, or one has more than it has room for.
-        """
-        rows, tokens = len(self.slots), int(self.room.sum())
-        ids, rest = body[:tokens].astype(np.int32), body[tokens:].astype(np.int32)
-        firsts, counts = rest[:rows], rest[rows : 2 * rows]
-        drafts = rest[2 * rows :].reshape(rows, self.proposed)
-        if (i := first_true((counts < np.where(self.masked, 0, 1)) | (counts > self.room))) is not None:
-            raise OracleError(f"slot {self.slots[i]}: {counts[i]} tokens came back, with room for {self.room[i]}")
-        begins = (np.cumsum(self.room) - self.room)[kept].astype(np.int32)
-        _, at = spread(begins, counts[kept])
-        return StageFeedback(self.step_id, self.slots[kept], firsts[kept], counts[kept], ids[at], drafts[kept])
-
-
-class GroupExchange(RankExchange):
-    """The exchange over the groups of one epoch; `join` is called first."""
+    The other methods run on the device, in this order in every step. The plan alone determines sender and message (plan
+    agreement; docs/invariants.md). Every method but `abort` raises RanksLost, or OracleError if ranks disagree.
+    """
 
     def __init__(self, ranks: Ranks, cost: CostModel, num_slots: int) -> None:
         self._ranks, self._cost = ranks, cost
         self._link_free_at = 0.0
         """The link to the next stage carries one step after the other."""
-        most = max(MAX_STEPS_IN_FLIGHT, 2 * ranks.shard.pipeline_parallel_size)
-        self.feedback = TokenFeedback[_ExpectedFeedback](num_slots, most)
+        self.feedback = TokenFeedback(num_slots, ranks.shard.pipeline_parallel_size)
         """On the first stage."""
 
     def join(self) -> None:
@@ -91,6 +59,7 @@ class GroupExchange(RankExchange):
     # -- between stages ------------------------------------------------------------------------------------------
 
     def receive_inputs(self, step: SchedulerOutput, rows: Rows) -> ReceivedInputs:
+        """Wait for the inputs of a step that was applied."""
         if self.pipeline.size == 1:
             return ReceivedInputs()
         if self.pipeline.is_first:
@@ -114,44 +83,72 @@ class GroupExchange(RankExchange):
             self.feedback.assign(request.slot)
         at, feedback = 0.0, []
         for message in self.feedback.due(rows.slots):
-            expected = message.body
-            at, body = _receive(self.pipeline.receive_feedback, "sampled ids", expected.step_id, expected.size)
-            feedback.append(expected.unpack(body, self.feedback.wanted(message)))
-        sampled = rows.samples
-        if sampled.any():
-            slots, room, drafts = rows.slots[sampled], 1 + rows.drafts[sampled], step.num_speculative_tokens
-            expected = _ExpectedFeedback(step.step_id, slots, room, np.isin(slots, unpack(step.masked)), drafts)
-            self.feedback.expect(slots, (rows.ends - rows.drafts)[sampled], drafts, expected)
+            at, received = self._received(message)
+            feedback.append(received)
+        self.feedback.expect(step, rows)
         return ReceivedInputs(at, tuple(feedback))
+
+    def _received(self, message: FeedbackMessage) -> tuple[float, StageFeedback]:
+        """Receive a message. Return when it arrives, and the feedback of the rows whose owner still has its slot.
+
+        Raises: OracleError, if a row that is not constrained has no token, or one has more than it has room for.
+        """
+        step, sampled, rows = message.step, message.rows, len(message.rows.slots)
+        room, proposed = 1 + sampled.drafts, step.num_speculative_tokens
+        size = int(room.sum()) + (2 + proposed) * rows
+        at, body = _receive(self.pipeline.receive_feedback, "sampled ids", step.step_id, size)
+        ids, firsts, counts, drafts = np.split(body.astype(np.int32), np.cumsum([room.sum(), rows, rows]))
+        least = np.where(np.isin(sampled.slots, unpack(step.masked)), 0, 1)
+        if (i := first_true((counts < least) | (counts > room))) is not None:
+            raise OracleError(f"slot {sampled.slots[i]}: {counts[i]} tokens came back, with room for {room[i]}")
+        kept = self.feedback.wanted(message)
+        columns = sampled.slots[kept], firsts[kept], counts[kept]
+        _, places = spread((np.cumsum(room) - room)[kept].astype(np.int32), counts[kept])
+        return at, StageFeedback(step.step_id, *columns, ids[places], drafts.reshape(rows, proposed)[kept])
 
     def send_activations(
         self, step: SchedulerOutput, rows: Rows, hashes: U64, leaving: Activations | None, ended: float
     ) -> None:
+        """Compare `hashes`, uint64[rows], with the other ranks of the stage, and send `leaving` to the next stage.
+
+        Args:
+            leaving: None on the last stage.
+            ended: when the forward pass ends on the modelled timeline.
+        """
         self._compare("the activation", step.step_id, rows.slots, hashes.view(np.int64))
         if leaving is None:
             return
-        arrives = max(ended, self._link_free_at) + self._cost.hop(len(leaving.tokens))
-        self._link_free_at = arrives
-        tokens, sent_hashes, starts, drafts = leaving
-        message = _message(step.step_id, arrives, tokens, sent_hashes.view(np.int64), starts, drafts)
-        self.pipeline.send_activations(message)
+        planned, (tokens, sent_hashes, starts, drafts) = int(rows.counts.sum()), leaving
+        arrives = self._link_free_at = max(ended, self._link_free_at) + self._cost.hop(planned)
+        room = np.zeros(planned - len(tokens), np.int64)
+        body = tokens, room, sent_hashes.view(np.int64), room, starts, drafts
+        self.pipeline.send_activations(_message(step.step_id, arrives, *body))
 
-    def send_left_out(self, step: SchedulerOutput, decision: LeftOut) -> None:
+    def send_left_out(self, step: SchedulerOutput, taken: TakenMasks) -> None:
+        """Send the slots of left-out rows from the output rank to the other ranks of the last stage."""
         if self._ranks.tensor_parallel.size > 1:
-            flags = decision.left_out.astype(np.int64)
-            self._ranks.tensor_parallel.broadcast(_message(step.step_id, decision.at, flags))
+            flags = np.isin(unpack(step.masked), [*taken.left_out]).astype(np.int64)
+            self._ranks.tensor_parallel.broadcast(_message(step.step_id, taken.at, flags))
 
-    def receive_left_out(self, step: SchedulerOutput) -> LeftOut:
-        receive, size = self._ranks.tensor_parallel.broadcast, len(step.masked) // 4
-        at, flags = _receive(receive, "left-out rows", step.step_id, size)
-        return LeftOut(flags.astype(np.bool_), at)
+    def receive_left_out(self, step: SchedulerOutput) -> TakenMasks:
+        """Receive these, without masks, on another rank of the last stage."""
+        receive, masked = self._ranks.tensor_parallel.broadcast, unpack(step.masked)
+        at, flags = _receive(receive, "left-out rows", step.step_id, len(masked))
+        return TakenMasks([], frozenset(masked[flags != 0].tolist()), at)
 
     def send_sampled(self, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float) -> None:
-        token_ids = sampled.token_ids
-        if not len(token_ids):
+        """Compare the tokens with the other ranks of the last stage, and send them with `drafts` to the first stage.
+
+        Args:
+            drafts: int32[sampled rows, proposed].
+            ended: when tokens and drafts are there on the modelled timeline.
+        """
+        if not len(sampled.slots):
             return
-        slots = np.repeat(sampled.slots, sampled.room)
-        self._compare("the token", step.step_id, slots, token_ids.astype(np.int64))
+        rows, offsets = spread(np.zeros_like(sampled.room), sampled.room)
+        token_ids = np.full(len(rows), NO_DRAFT, np.int64)
+        token_ids[offsets < sampled.counts[rows]] = sampled.token_ids
+        self._compare("the token", step.step_id, sampled.slots[rows], token_ids)
         if self.pipeline.size > 1:
             body = (token_ids, sampled.firsts, sampled.counts, drafts.ravel())
             self.pipeline.send_feedback(_message(step.step_id, ended + self._cost.hop(0), *body))
@@ -177,6 +174,7 @@ class GroupExchange(RankExchange):
                 )
 
     def abort(self) -> None:
+        """Make every wait for another rank raise RanksLost. May be called from any thread."""
         self._ranks.abort()
 
 

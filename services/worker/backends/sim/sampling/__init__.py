@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, with grammar masks, drafts and their acceptance."""
+"""Sampling: from logits to tokens, with parameters, drafts and their acceptance."""

@@ -6,66 +6,41 @@ bonus token. So tokens and log-probabilities are those without drafts, whatever 
 docs/invariants.md).
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.steps import NO_DRAFT
-from services.worker.backends.sim.device.simulated import SimDevice, SimEvent
+from protocol.columns import indices
+from protocol.steps import GrammarOutput
 from services.worker.backends.sim.model.oracle import Oracle, spread
-from services.worker.backends.sim.sampling.row_rules import RulesByRow
-from services.worker.backends.sim.sampling.sampler import SamplingPoints, SimSampler
-from services.worker.backends.sim.sampling.step_masks import StepMasks
-from services.worker.batch.slots import I32, Rows
+from services.worker.backends.sim.sampling.parameters import RowParameters
+from services.worker.backends.sim.sampling.sampler import NO_MASKS, NO_POINTS, SamplingPoints, SimSampler
+from services.worker.batch.masks import GrammarMask
+from services.worker.batch.slots import I32, Rows, SlotTable
 
 _NEVER = np.iinfo(np.int32).max
-
-
-@dataclass(frozen=True)
-class CopiedTokens:
-    """Tokens of a step's sampled rows on the host; valid once the event of their copies has passed. int32[rows]."""
-
-    slots: I32
-    generations: I32
-    room: I32
-    """Largest number of tokens of each row."""
-    token_ids: I32
-    """int32[sum(room)]: each row's tokens, then unused room."""
-    counts: I32
-    """Tokens of each row."""
-    drafted: I32
-    """Drafts of each row that were verified."""
-
-    def ragged(self) -> I32:
-        """Return int32[sum(counts)] tokens, rows back to back."""
-        if len(self.token_ids) == len(self.counts) and self.counts.all():
-            return self.token_ids
-        rows, offsets = spread(np.zeros_like(self.room), self.room)
-        return self.token_ids[offsets < self.counts[rows]]
 
 
 class DraftAcceptance:
     """The sampled rows of one step, in device memory of this step alone (result memory).
 
-    The host lays them out at launch with room for all planned drafts. Only the device knows how many drafts there are
-    and how many are accepted (no hidden sync).
+    The host lays them out at launch. Only the device knows how many drafts there are and how many are accepted (no
+    hidden sync).
 
     Attributes:
-        rows: int64[sampled rows], index of each in the step's rows.
-        begins: int64[sampled rows], where each row's tokens begin in `token_ids`.
+        room: int32[sampled rows], largest number of tokens of each row.
         firsts: int32[sampled rows], position of the first token that the row samples.
         counts: int32[sampled rows], tokens of the row: accepted drafts and one more; 0: it was left out.
+        drafted: int32[sampled rows], drafts that were verified.
+        token_ids: int32[sum(counts)], rows back to back.
     """
 
-    def __init__(self, rows: Rows) -> None:
-        self.rows = np.flatnonzero(rows.samples)
-        self._generations = rows.generations[self.rows]
-        self.slots, self.room = rows.slots[self.rows], 1 + rows.drafts[self.rows]
-        ends = np.cumsum(self.room, dtype=np.int64)
-        self.begins = ends - self.room
-        self.token_ids = np.full(ends[-1] if len(ends) else 0, NO_DRAFT, np.int32)
-        self.firsts, self._drafts, self.counts, self.drafted = np.zeros((4, len(ends)), np.int32)
+    def __init__(self, rows: Rows, table: SlotTable) -> None:
+        """`rows`: of the plan that `table` has just applied."""
+        self._rows, sampled = indices(rows.samples), rows.select(rows.samples)
+        self.slots, self.generations, self.room = sampled.slots, sampled.generations, 1 + sampled.drafts
+        self.parameters = RowParameters.from_rows(sampled, table)
+        self.firsts, self._drafts, self.counts, self.drafted = np.zeros((4, len(self.slots)), np.int32)
+        self.token_ids = NO_POINTS
 
     @property
     def frontiers(self) -> I32:
@@ -74,62 +49,40 @@ class DraftAcceptance:
 
     def begin(self, firsts: I32, drafts: I32) -> None:
         """Set the rows' true positions and numbers of drafts; int32[rows of the plan] each. Runs on the device."""
-        self.firsts[:], self._drafts[:] = firsts[self.rows], drafts[self.rows]
+        self.firsts[:], self._drafts[:] = firsts[self._rows], drafts[self._rows]
 
-    def run(self, sampler: SimSampler, oracle: Oracle, rules: RulesByRow, masks: StepMasks) -> None:
-        """Sample and verify all rows. Runs on the device, when the positions of all drafts are computed."""
-        if len(self.token_ids) == len(self.slots):
-            self._sample(sampler, oracle, rules, masks)
-        else:
-            self._verify(sampler, oracle, rules, masks)
-        if len(left_out := masks.left_out):
-            self._settle(oracle, np.flatnonzero(self.counts))
-            oracle.leave_out(self.slots[left_out], self.firsts[left_out])
-        else:
-            self._settle(oracle, slice(None))
+    def run(self, sampler: SimSampler, oracle: Oracle, grammar: GrammarOutput | None, left_out: frozenset[int]) -> None:
+        """Sample and verify all rows but those with the slots `left_out` (left-out row). Runs on the device, when the
+        positions of all drafts are computed.
 
-    def _settle(self, oracle: Oracle, rows: slice | NDArray[np.int64]) -> None:
-        last = self.token_ids[(self.begins + self.counts - 1)[rows]]
-        oracle.settle(self.slots[rows], self.frontiers[rows], last)
+        Args:
+            grammar: the masks of the constrained rows among them.
+        """
+        stays = ~np.isin(self.slots, [*left_out]) if left_out else np.ones(len(self.slots), np.bool_)
+        if len(kept := indices(stays)):
+            self._sample(sampler, oracle, grammar, kept)
+            last = self.token_ids[np.cumsum(self.counts[kept]) - 1]
+            oracle.settle(self.slots[kept], self.frontiers[kept], last)
+        if left_out:
+            oracle.leave_out(self.slots[~stays], self.firsts[~stays])
 
-    def _sample(self, sampler: SimSampler, oracle: Oracle, rules: RulesByRow, masks: StepMasks) -> None:
-        """Sample one token per row: a faster `_verify` for a step without drafts."""
-        self.counts[:] = 1
-        self.counts[masks.left_out] = 0
-        kept = np.flatnonzero(self.counts)
-        slots, firsts = self.slots[kept], self.firsts[kept]
-        points = SamplingPoints(kept, self.rows[kept], slots, firsts, oracle.chain[slots, firsts])
-        masked = np.searchsorted(kept, masks.rows).astype(np.int32)
-        self.token_ids[kept] = sampler.sample(points, rules, masked, masks.masks[masks.firsts])
-
-    def _verify(self, sampler: SimSampler, oracle: Oracle, rules: RulesByRow, masks: StepMasks) -> None:
-        self.drafted[:] = masks.acceptable(self._drafts)
-        widths = self.drafted + 1
-        widths[masks.left_out] = self.drafted[masks.left_out] = 0
-        sampled, positions = spread(self.firsts, widths)
-        if not len(sampled):
-            return
-        slots, offsets = self.slots[sampled], positions - self.firsts[sampled]
-        points = SamplingPoints(sampled, self.rows[sampled], slots, positions, oracle.chain[slots, positions])
-        begins, kept_rows = np.cumsum(widths) - widths, np.flatnonzero(widths)
-        used = widths[masks.rows]
-        _, masked = spread(begins[masks.rows], used)
-        _, at = spread(masks.firsts, used)
-        ids = sampler.sample(points, rules, masked, masks.masks[at])
-        rejected = np.where(self._equal_drafts(oracle, points, offsets, ids), _NEVER, offsets)
-        self.counts[kept_rows] = np.minimum.reduceat(rejected, begins[kept_rows]) + 1
-        kept = offsets < self.counts[sampled]
-        self.token_ids[self.begins[sampled[kept]] + offsets[kept]] = ids[kept]
-
-    def _equal_drafts(self, oracle: Oracle, points: SamplingPoints, offsets: I32, ids: I32) -> NDArray[np.bool_]:
-        """Return bool[points]: True where a draft is at the point and equals the sampled token."""
-        equal = offsets < self.drafted[points.sampled_rows]
-        equal[equal] = oracle.tokens(points.slots[equal], points.positions[equal]) == ids[equal]
-        return equal
-
-    def copy_out(self, device: SimDevice) -> tuple[CopiedTokens, SimEvent]:
-        """Enqueue the copies to the host. The event is that of the last copy."""
-        counts, _ = device.copy_out(self.counts)
-        drafted, _ = device.copy_out(self.drafted)
-        token_ids, last = device.copy_out(self.token_ids)
-        return CopiedTokens(self.slots, self._generations, self.room, token_ids, counts, drafted), last
+    def _sample(
+        self, sampler: SimSampler, oracle: Oracle, grammar: GrammarOutput | None, kept: NDArray[np.intp]
+    ) -> None:
+        """Set tokens, counts and verified drafts of the sampled rows `kept`."""
+        slots, firsts, drafts = self.slots[kept], self.firsts[kept], self._drafts[kept]
+        masked, masks, acceptable = NO_POINTS, NO_MASKS, drafts
+        if grammar is not None:
+            masked, masks, acceptable = GrammarMask.from_message(grammar, slots, drafts, oracle.vocab_size)
+        owners, positions = spread(firsts, drafts + 1)
+        at = slots[owners]
+        points = SamplingPoints(kept[owners], at, positions, oracle.chain[at, positions])
+        ids, counts = sampler.sample(points, self.parameters, masked, masks), np.ones(len(kept), np.int32)
+        if len(ids) > len(kept):
+            offsets = positions - firsts[owners]
+            equal = offsets < acceptable[owners]
+            equal[equal] = oracle.tokens(at[equal], positions[equal]) == ids[equal]
+            rejected = np.where(equal, _NEVER, offsets)
+            counts = np.minimum.reduceat(rejected, indices(offsets == 0)) + 1
+            ids = ids[offsets < counts[owners]]
+        self.token_ids, self.counts[kept], self.drafted[kept] = ids, counts, acceptable

@@ -7,11 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.columns import has_any, indices
-from services.worker.backends.sim.device.columns import StepColumns
 from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.logits import Logits
 from services.worker.backends.sim.model.oracle import Oracle
-from services.worker.backends.sim.sampling.row_rules import RowRules, RulesByRow
+from services.worker.backends.sim.sampling.parameters import RowParameters, RowRules
 from services.worker.batch.slots import I32
 from services.worker.sampling.reference import GREEDY_BELOW, adjusted, allowed_by, sample_row
 
@@ -24,8 +23,6 @@ class SamplingPoints(NamedTuple):
 
     sampled_rows: NDArray[np.int64]
     """Index of each point's row among the sampled rows."""
-    rows: NDArray[np.int64]
-    """Index of each point's row in the device's columns."""
     slots: I32
     positions: I32
     """Position of the sampled token."""
@@ -35,19 +32,15 @@ class SamplingPoints(NamedTuple):
 
 @dataclass(frozen=True)
 class SimSampler:
-    """The sampler of one epoch. Its methods run on the device.
-
-    `columns` are the device's columns of the present step; `oracle` has the token history.
-    """
+    """The sampler of one epoch. Its methods run on the device. `oracle` has the token history."""
 
     logits: Logits
-    columns: StepColumns
     oracle: Oracle
 
     def sample(
         self,
         points: SamplingPoints,
-        rules: RulesByRow,
+        parameters: RowParameters,
         masked: I32 = NO_POINTS,
         masks: I32 = NO_MASKS,
         proposed: I32 | None = None,
@@ -55,14 +48,14 @@ class SimSampler:
         """Return int32[points] token ids. Whole logits are computed only where the top token does not decide.
 
         Args:
-            rules: rules of the sampled rows that have any.
+            parameters: of the step's sampled rows.
             masked: int32[constrained points], index of each.
             masks: int32[constrained points, words], grammar bitmasks.
             proposed: int32[points, tokens] that precede each point behind the history of its slot; None: no token.
         """
-        ids, columns = self.logits.top(points.hashes), self.columns
+        ids, rules = self.logits.top(points.hashes), parameters.rules
         ruled = {i: rules[row] for i, row in enumerate(points.sampled_rows.tolist()) if row in rules} if rules else {}
-        draws = columns.temperature[points.rows] >= GREEDY_BELOW
+        draws = parameters.temperature[points.sampled_rows] >= GREEDY_BELOW
         special = draws.copy()
         special[[*ruled]] = True
         greedy = ~special[masked]
@@ -72,7 +65,7 @@ class SimSampler:
             mask, position = mask_of.get(i), int(points.positions[i])
             if draws[i] or not _top_remains(int(ids[i]), ruled.get(i), mask, position):
                 known = None if proposed is None else proposed[i]
-                ids[i] = self._sample_whole_row(points, i, ruled.get(i), mask, known)
+                ids[i] = self._sample_whole_row(points, i, parameters, mask, known)
         return ids
 
     def _replace_forbidden(self, ids: I32, hashes: U64, at: I32, masks: I32) -> None:
@@ -86,12 +79,12 @@ class SimSampler:
             ids[at] = self.logits.greatest(hashes[at], masks[forbidden])
 
     def _sample_whole_row(
-        self, points: SamplingPoints, i: int, rules: RowRules | None, mask: I32 | None, proposed: I32 | None
+        self, points: SamplingPoints, i: int, parameters: RowParameters, mask: I32 | None, proposed: I32 | None
     ) -> int:
-        row, position, c = points.rows[i], points.positions[i], self.columns
+        row, position, c = int(points.sampled_rows[i]), points.positions[i], parameters
         only = None if mask is None else np.flatnonzero(allowed_by(mask, self.logits.vocab_size))
         logits = self.logits.row(points.hashes[i : i + 1], only)
-        if rules is not None:
+        if (rules := c.rules.get(row)) is not None:
             tokens = self._tokens_before(int(points.slots[i]), int(position), proposed)
             prompt, output = tokens[: rules.num_prompt], tokens[rules.num_prompt :]
             logits = adjusted(logits, rules.params, prompt, output, mask)
@@ -107,6 +100,6 @@ class SimSampler:
 
 def _top_remains(top: int, rules: RowRules | None, mask: I32 | None, position: int) -> bool:
     """Return True if the row's top token is still the greatest of the tokens that rules and mask allow."""
-    if rules is not None and (rules.reshapes or (position < rules.banned_until and top in rules.banned)):
+    if rules is not None and not rules.keep(top, position):
         return False
     return mask is None or bool(mask.item(top // 32) >> top % 32 & 1)

@@ -4,20 +4,20 @@ import os
 import shutil
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from services.units import size_text
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.engine_config import EngineOptions
-from services.worker.backends.vllm.platforms.interface import HostArray, WorkerPlatform
+from services.worker.backends.vllm.platforms.interface import WorkerPlatform
+from services.worker.device.cuda import arriving
 from services.worker.device.device_times import DeviceTime, StreamTimes
+from services.worker.device.interface import HostCopy
 from services.worker.runner import LoadError
 
 OFFSETS_PER_DRAW = 4
 """Steps of a generator on a GPU that vLLM takes for one row's noise; vLLM takes back as many for a discarded draw."""
-DEVICE = torch.device("cuda")
 
 
 class GpuPlatform(WorkerPlatform):
@@ -28,7 +28,8 @@ class GpuPlatform(WorkerPlatform):
         cache_bytes: size of the KV cache instead; 0: what the share leaves
     """
 
-    computes_here = False
+    is_host = False
+    where = torch.device("cuda")
 
     def __init__(self, utilization: float, cache_bytes: int) -> None:
         self._utilization, self._cache_bytes = utilization, cache_bytes
@@ -61,7 +62,7 @@ class GpuPlatform(WorkerPlatform):
         return available
 
     def generator(self, seed: int, num_draws: int) -> torch.Generator:
-        generator = torch.Generator(device=DEVICE)
+        generator = torch.Generator(device=self.where)
         generator.manual_seed(seed)
         generator.set_offset(OFFSETS_PER_DRAW * num_draws)
         return generator
@@ -77,20 +78,17 @@ class GpuPlatform(WorkerPlatform):
             keys.clear()
         dispatcher.keys_initialized = False
 
-    def index(self, tokens: NDArray[np.integer]) -> torch.Tensor:
-        """Without waiting for the device, as the copy is from pinned memory."""
-        return torch.from_numpy(tokens.astype(np.int64)).pin_memory().to(DEVICE, non_blocking=True)
+    def upload(self, *columns: NDArray[Any]) -> tuple[torch.Tensor, ...]:
+        """Without waiting for the device, as the copies are from pinned memory."""
+        return tuple(torch.from_numpy(column).pin_memory().to(self.where, non_blocking=True) for column in columns)
 
-    def download(self, tensor: torch.Tensor) -> HostArray:
-        copy, event = torch.empty(tensor.shape, pin_memory=True), torch.cuda.Event(blocking=True)
-        copy.copy_(tensor, non_blocking=True)
+    def download(self, *tensors: torch.Tensor) -> HostCopy:
+        copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+        event = torch.cuda.Event(blocking=True)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
         event.record()
-
-        def arrived() -> NDArray[np.float32]:
-            event.synchronize()
-            return copy.numpy()
-
-        return arrived
+        return arriving(event, copies, tensors)
 
     def now(self) -> DeviceTime:
         return self._times.now(torch.cuda.current_stream())

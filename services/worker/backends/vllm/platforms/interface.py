@@ -2,31 +2,23 @@
 
 import os
 import shutil
-import time
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from services.worker.backends.vllm.engine_config import EngineOptions
 from services.worker.backends.vllm.parameters import RequestGenerator
-from services.worker.device.device_times import DeviceTime, past
+from services.worker.device.interface import ComputeDevice
 from services.worker.runner import LoadError
 
 CPU_BLOCK = 32
 """Tokens. vLLM's attention on the CPU requires a multiple of it as the size of a block."""
-HostArray = Callable[[], NDArray[np.float32]]
-"""Waits for a copy, and returns it."""
 
 
-class WorkerPlatform:
+class WorkerPlatform(ComputeDevice):
     """The device of one rank, as vLLM's worker uses it; this one is the processor, where a call of vLLM returns when it
-    is computed. For one calling thread, unless stated."""
-
-    computes_here = True
-    """The threads of this process compute the steps."""
+    is computed. For one calling thread, unless stated. Of a `ComputeDevice` only `upload`, `download` and `now` are
+    used: vLLM does the rest."""
 
     def arguments(self) -> dict[str, Any]:
         """Return settings for vLLM's `EngineArgs`."""
@@ -61,15 +53,3 @@ class WorkerPlatform:
 
     def drop_graphs(self, runner: Any) -> None:
         """Drop what vLLM's model runner has recorded over the KV cache, before the cache is dropped."""
-
-    def index(self, tokens: NDArray[np.integer]) -> torch.Tensor:
-        """Return int64[tokens] on the device."""
-        return torch.from_numpy(tokens)
-
-    def download(self, tensor: torch.Tensor) -> HostArray:
-        """Copy float32 values to the host, after everything enqueued so far. The result is for any thread."""
-        return tensor.numpy
-
-    def now(self) -> DeviceTime:
-        """Return the point in time after everything enqueued so far."""
-        return past(time.monotonic())
