@@ -109,7 +109,7 @@ from vllm.sampling_params import SamplingParams, SamplingType, StructuredOutputs
 from vllm.sequence import IntermediateTensors
 
 # Before serving.
-from vllm.triton_utils import dispatcher
+from vllm.triton_utils import dispatcher as kernel_overrides
 from vllm.utils.gc_utils import freeze_gc_heap
 
 # The KV cache.
@@ -154,19 +154,19 @@ def set_kv_cache_layout(wrapper: Any, config: Any, name: str) -> None:
 
 # -- changes to vLLM ---------------------------------------------------------------------------------------------
 
-_rebind_kernels = dispatcher._rebind_kernels  # noqa: SLF001
+_rebind_kernels = kernel_overrides._rebind_kernels  # noqa: SLF001
 
 
 def _rebind_own_kernels(overrides: Any) -> None:
     """vLLM searches every loaded module, which takes most of a second, and fails on one below numba, which its n-gram
     drafter and some of its processors of images import. Only its own modules have its kernels."""
     own = {name: module for name, module in sys.modules.items() if name.startswith("vllm.")}
-    dispatcher.sys = SimpleNamespace(modules=own)
+    kernel_overrides.sys = SimpleNamespace(modules=own)
     _rebind_kernels(overrides)
-    dispatcher.sys = sys
+    kernel_overrides.sys = sys
 
 
-dispatcher._rebind_kernels = _rebind_own_kernels  # noqa: SLF001
+kernel_overrides._rebind_kernels = _rebind_own_kernels  # noqa: SLF001
 current_platform.register_triton_kernel_overrides = cache(current_platform.register_triton_kernel_overrides)
 
 if current_platform.is_cpu():
