@@ -225,6 +225,7 @@ def test_value_of_each_combination_of_flags(flags: dict[str, object], name: str,
     [
         ("RUNAHEAD_MAX_NUM_SEQ", "use RUNAHEAD_MAX_NUM_SEQS"),
         ("RUNAHEAD_KV_CACHE_MEMORY", "use RUNAHEAD_KV_CACHE_MEMORY_BYTES"),
+        ("RUNAHEAD_ENGINE", "use RUNAHEAD_ENGINES"),
         ("RUNAHEAD_XYZZY", "remove it"),
     ],
 )
