@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.checkpoint import DEMO_MODEL
 from services.cli.preflight import free_port
+from services.private import write_whole
 from tests.e2e.proxy import Proxies, TcpProxy
 from tests.e2e.server import HttpServer
 from tests.e2e.streams import COMMAND
@@ -88,9 +89,7 @@ class SeparateServices(HttpServer):
 
     def list_engines(self, *engines: int, more: str = "") -> None:
         """`more`: further lines."""
-        file = self.engines_file.with_suffix(".new")
-        file.write_text("".join(map(self.line_of, engines)) + more)
-        file.rename(self.engines_file)
+        write_whole(self.engines_file, "".join(map(self.line_of, engines)) + more)
 
     def frontend_link(self, engine: int = 0) -> TcpProxy:
         """Return the link from the frontend to a scheduler."""
