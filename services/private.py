@@ -36,7 +36,7 @@ def private_directory(base: Path, prefix: str) -> Iterator[Path]:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file that others read at any time: they find it as it was, or as it is. Raises: OSError"""
+    """Replace a file that others read at any time: they find the old text or the new one. Raises: OSError"""
     new = file.with_suffix(".new")
     new.write_text(text)
     new.replace(file)

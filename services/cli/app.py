@@ -46,7 +46,7 @@ https://ui.perfetto.dev opens the file, as does chrome://tracing. Exits with sta
 
 It outlives `serve`. Only processes of this user have the memory: it ends with the last of keeper and worker.""",
 }
-"""By command; a service has its own name in it."""
+"""Help text by command. Those of services are made from their names."""
 
 app = typer.Typer(
     help="Serve large language models with a scheduler that runs ahead of its workers.",

@@ -41,6 +41,11 @@ def command(
 
     def invoke(**given: Any) -> None:
         file = given.pop("config", None)
+        if passed_on := given.get("settings_argument"):  # flags of another command; the URL may precede them
+            url, *flags = passed_on
+            if not url.startswith("-"):
+                given |= {"url_argument": url, "settings_argument": flags}
+                name_argument(given, "url")
         for name in positional:
             name_argument(given, name)
         given = {name: value for name, value in given.items() if value != []}

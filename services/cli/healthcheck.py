@@ -117,8 +117,7 @@ def get(
 
 def bearer(keys: Sequence[str]) -> dict[str, str]:
     """Return the header with the first of some API keys, if there is one."""
-    key = "".join(keys[:1])
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    return {"Authorization": f"Bearer {keys[0]}"} if keys and keys[0] else {}
 
 
 def client_tls(
@@ -140,7 +139,7 @@ def client_tls(
     try:
         context = ssl.create_default_context(cafile=cacert or None)
         if certificate:
-            option, file = "--ssl-certfile", certificate
+            option, file = "--ssl-certfile", f"{certificate} with the key {key}" if key else certificate
             context.load_cert_chain(certificate, key or None, password="")
     except OSError as error:
         raise refusal(f"{option}: cannot use {file}: {error.strerror or 'it is not PEM'}") from None

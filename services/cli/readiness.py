@@ -65,9 +65,8 @@ class FrontendProbe:
     def _get(self, path: str) -> tuple[int, dict[str, object]] | None:
         config, tls = self._config, None
         if config.ssl_certfile is not None and config.uds is None:
-            # The server's certificate may also be a client's
-            own = (config.ssl_certfile, config.ssl_keyfile) if config.ssl_ca_certs is not None else ()
-            tls = client_tls(None, *own)
+            certificate = config.ssl_certfile if config.ssl_ca_certs is not None else None  # it may be a client's, too
+            tls = client_tls(None, certificate, config.ssl_keyfile)
         try:
             status, content = get(self._server + path, ANSWER_TIMEOUT, tls, config.uds, bearer(config.api_key))
             body = json.loads(content)

@@ -28,5 +28,7 @@ _MODELS: list[type[BaseConfig]] = [
     RayCommandConfig,
     *(model for model in vars(commands).values() if isinstance(model, type) and issubclass(model, BaseConfig)),
 ]
-EVERY_SETTING = frozenset(name for model in _MODELS for name in model.model_fields)
-"""Names of the settings of all commands."""
+EVERY_SETTING = frozenset(
+    name for model in _MODELS for name, info in model.model_fields.items() if not info.is_required()
+)
+"""Names of the settings of all commands, without those that only the command line gives."""

@@ -1,9 +1,9 @@
 """Settings of the commands beside `serve` and the services."""
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from services.config.base import BaseConfig, ClientConfig, ServiceConfig, from_json
 from services.config.http import HttpConfig
@@ -40,16 +40,6 @@ class ReplanConfig(ServerConfig):
     """Seconds until the new engine must be ready."""
     drain_timeout: float = Field(60.0, ge=0)
     """Seconds until streams that cannot move are ended."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_url(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        first, *rest = values.get("settings") or [""]
-        if not first or first.startswith("-"):
-            return values
-        if values.get("url") not in (None, first):
-            raise ValueError(f"{first!r} contradicts --url {values['url']!r}")
-        return {**values, "url": first, "settings": rest}
 
 
 class TraceConfig(ServerConfig):

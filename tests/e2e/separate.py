@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.checkpoint import DEMO_MODEL
 from services.cli.preflight import free_port
+from services.private import write_whole
 from tests.e2e.proxy import Proxies, TcpProxy
 from tests.e2e.server import HttpServer
 from tests.e2e.streams import COMMAND
@@ -22,31 +23,12 @@ HOST = "127.0.0.1"
 class SeparateServices(HttpServer):
     """One frontend, and engines by number: those that `list_engines` names. Processes are found by their names."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *frontend: str,
-        engines: int = 1,
-        listed: int | None = None,
-        worker: Mapping[int, tuple[str, ...]] | None = None,
-        patches: Mapping[str, str] | None = None,
-    ) -> None:
-        """
-        Args:
-            frontend: further arguments of the frontend.
-            listed: number of engines that the frontend knows at first; None: all.
-            worker: further arguments of the workers of some engines.
-            patches: code that runs first in some processes.
-        """
-        self._directory, self._patches = directory, patches or {}
-        ports = [free_port(HOST, 0) for _ in range(2 * engines)]
-        self.proxies = Proxies(*ports)
+    def __init__(self, directory: Path, engines: int, patches: Mapping[str, str]) -> None:
+        self._directory, self._patches = directory, patches
+        self._ports = [free_port(HOST, 0) for _ in range(2 * engines)]
+        self.proxies = Proxies(*self._ports)
         self.processes: dict[str, PreloadedProcess] = {}
         self.engines_file = directory / "engines"
-        for engine in range(engines):
-            self._start_engine(engine, ports[2 * engine : 2 * engine + 2], (worker or {}).get(engine, ()))
-        self.list_engines(*range(engines if listed is None else listed))
-        self.url = self.start_frontend("frontend", *frontend).url
 
     def start_frontend(self, name: str, *arguments: str) -> HttpServer:
         """Start another frontend of the same engines."""
@@ -59,8 +41,8 @@ class SeparateServices(HttpServer):
         started.url = f"http://{HOST}:{port}"
         return started
 
-    def _start_engine(self, engine: int, ports: list[int], worker: tuple[str, ...]) -> None:
-        clients, workers = (f"tcp://{HOST}:{port}" for port in ports)
+    def start_engine(self, engine: int, worker: tuple[str, ...]) -> None:
+        clients, workers = (f"tcp://{HOST}:{port}" for port in self._ports[2 * engine : 2 * engine + 2])
         self.start(
             *(f"scheduler-{engine}", "scheduler", "--model", str(DEMO_MODEL), *SILENCE),
             *("--heartbeat-timeout-seconds", f"{LIMIT:g}", "--step-timeout-seconds", f"{LIMIT:g}"),
@@ -88,9 +70,7 @@ class SeparateServices(HttpServer):
 
     def list_engines(self, *engines: int, more: str = "") -> None:
         """`more`: further lines."""
-        file = self.engines_file.with_suffix(".new")
-        file.write_text("".join(map(self.line_of, engines)) + more)
-        file.rename(self.engines_file)
+        write_whole(self.engines_file, "".join(map(self.line_of, engines)) + more)
 
     def frontend_link(self, engine: int = 0) -> TcpProxy:
         """Return the link from the frontend to a scheduler."""
@@ -114,14 +94,24 @@ def separate_services(
     worker: Mapping[int, tuple[str, ...]] | None = None,
     patches: Mapping[str, str] | None = None,
 ) -> Iterator[SeparateServices]:
-    """Start the services, and yield them when they serve. At the end, kill them."""
+    """Start the services, and yield them when they serve. At the end, kill them.
+
+    Args:
+        frontend: further arguments of the frontend.
+        listed: number of engines that the frontend knows at first; None: all.
+        worker: further arguments of the workers of some engines.
+        patches: code that runs first in some processes.
+    """
+    listed = engines if listed is None else listed
     with tempfile.TemporaryDirectory(prefix="ra-") as directory:
-        services = SeparateServices(
-            Path(directory), *frontend, engines=engines, listed=listed, worker=worker, patches=patches
-        )
+        services = SeparateServices(Path(directory), engines, patches or {})
         try:
+            for engine in range(engines):
+                services.start_engine(engine, (worker or {}).get(engine, ()))
+            services.list_engines(*range(listed))
+            services.url = services.start_frontend("frontend", *frontend).url
             services.wait_readyz()
-            services.wait_engines(engines if listed is None else listed)
+            services.wait_engines(listed)
             yield services
         finally:
             services.close()

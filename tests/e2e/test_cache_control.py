@@ -1,10 +1,11 @@
-"""`POST /v1/cache`: pins, lists and drops of prefixes."""
+"""Routes of --enable-admin-routes for the cache: pins, lists and drops of prefixes, and a reset."""
 
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from protocol.block_names import extend_names
 from protocol.codec import pack
@@ -148,8 +149,23 @@ def test_the_next_scheduler_goes_on_with_pins_and_without_what_was_dropped() -> 
         assert control(server, action="list")["pins"] == kept, "they outlive scheduler and workers together"
 
 
-def test_the_route_is_not_served_without_the_flag(server: ServeProcess) -> None:
-    assert httpx.post(f"{server.url}/v1/cache", json={"action": "list"}).status_code == 404
+def test_a_reset_empties_the_cache(sim: ServeProcess) -> None:
+    def reset(query: str = "") -> httpx.Response:
+        return httpx.post(f"{sim.url}/reset_prefix_cache{query}")
+
+    prompt = list(range(300, 364))
+    cached(sim, prompt)
+    assert cached(sim, prompt) == 48  # the last block has the token that is always computed
+    assert reset().json() == {"success": True}
+    assert cached(sim, prompt) == 0
+    assert reset("?reset_running_requests=true").json() == {"success": True}
+    assert cached(sim, prompt) == 0
+    assert reset("?reset_running_requests=perhaps").status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/cache", "/reset_prefix_cache"])
+def test_the_route_is_not_served_without_the_flag(server: ServeProcess, path: str) -> None:
+    assert httpx.post(f"{server.url}{path}", json={"action": "list"}).status_code == 404
 
 
 def test_a_recorded_server_refuses_pins(tmp_path: Path) -> None:

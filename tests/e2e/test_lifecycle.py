@@ -1,6 +1,7 @@
 """Start and end of `serve` as a user starts it: signals, killed services, broken models."""
 
 import asyncio
+import fcntl
 import shutil
 import signal
 from collections.abc import Callable
@@ -85,13 +86,30 @@ def frontend_has_logged(server: ServeProcess) -> bool:
     return "frontend" in server.log.read_text()
 
 
+LOAD_HELD = """
+import fcntl, os
+from services.worker.backends.native.runner import NativeRunner
+load = NativeRunner.load
+def held(*arguments):
+    with open(os.environ["LOAD_HELD"]) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return load(*arguments)
+NativeRunner.load = held
+"""
+"""The worker does not load before the file is unlocked."""
+
+
 @pytest.mark.parametrize("moment", [has_children, frontend_has_logged])
-def test_signal_while_loading_is_an_orderly_stop(moment: Callable[[ServeProcess], bool]) -> None:
-    with serving(wait=False) as server:
+def test_signal_while_loading_is_an_orderly_stop(tmp_path: Path, moment: Callable[[ServeProcess], bool]) -> None:
+    lock = tmp_path / "lock"
+    with lock.open("w") as held, serving(wait=False, patch=LOAD_HELD, LOAD_HELD=str(lock)) as server:
+        fcntl.flock(held, fcntl.LOCK_EX)
         wait_until(lambda: moment(server), "the server is loading")
         children = psutil.Process(server.process.pid).children()
         server.signal(signal.SIGTERM)
+        fcntl.flock(held, fcntl.LOCK_UN)
         assert server.wait() == 0, server.log.read_text()
+        assert server.process.stdout.read() == b"", "it was ready"
         assert not any(map(is_alive, children))
         assert list(server.runtime.iterdir()) == []
 

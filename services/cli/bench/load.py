@@ -80,14 +80,15 @@ async def _run(config: BenchConfig, server: ServerAddress, model: str) -> LoadRe
         timeout=aiohttp.ClientTimeout(total=config.timeout),
         read_bufsize=1 << 20,
     ) as session:
-        body = {
+        body: dict[str, object] = {
             "model": model,
             "max_tokens": config.random_output_len,
             "temperature": config.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **({"ignore_eos": True} if config.ignore_eos else {}),
         }
+        if config.ignore_eos:
+            body["ignore_eos"] = True
         client = LoadClient(session, body, config.max_concurrency or config.num_prompts)
         for prompt in prompts(config, config.num_warmups, config.seed + 1):
             await client.send(SentRequest(prompt))

@@ -70,8 +70,9 @@ def other_program() -> Iterator[str]:
 
 @pytest.mark.parametrize("path", ANSWERS)
 def test_answer_of_another_program_is_one_line(
-    other_program: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other_program: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RUNAHEAD_URL", "http://127.0.0.1:9")  # the command line takes precedence
     url, file, settings = other_program + path, tmp_path / "trace.json", tmp_path / "settings.yaml"
     settings.write_text("max-num-seqs: 3")
     for command in (
@@ -157,4 +158,4 @@ def test_every_command_trusts_a_server_in_the_same_way(
     for trust in ([], ["--cacert", known], ["--insecure", "--cacert", unknown]):
         assert "status 404" in complaint(*trust)
     assert "--cacert: cannot use /no/such.pem: No such file" in complaint("--cacert", "/no/such.pem")
-    assert "--ssl-certfile: cannot use /no/such.pem: " in complaint(presented=("--ssl-certfile", "/no/such.pem"))
+    assert "with the key /no/such.pem: No such file" in complaint(presented=(*TLS, "--ssl-keyfile", "/no/such.pem"))

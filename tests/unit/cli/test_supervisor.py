@@ -213,6 +213,7 @@ class SupervisedChildren:
 @pytest.fixture
 def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SupervisedChildren:
     monkeypatch.setattr(supervisor_module, "ABORT_GRACE", 1.0)
+    monkeypatch.setattr(child_process, "FIRST_PAUSE", 0.01)
     return SupervisedChildren(tmp_path)
 
 
@@ -307,12 +308,6 @@ def test_failure_during_an_orderly_stop_is_a_failure(supervised: SupervisedChild
 # -- restarts ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "FIRST_PAUSE", 0.01)
-
-
-@pytest.mark.usefixtures("short_pauses")
 def test_child_is_restarted_while_the_first_one_drains(supervised: SupervisedChildren) -> None:
     draining = STOPPING.replace(
         "time.sleep(0.1)", 'while open(journal).read().count("worker up") < 2: time.sleep(0.01)'
@@ -322,7 +317,6 @@ def test_child_is_restarted_while_the_first_one_drains(supervised: SupervisedChi
     assert supervised.lines == [("worker", "worker was killed by SIGKILL; restarting")]
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_restarted_child_leaves_the_others_running(supervised: SupervisedChildren) -> None:
     scripts = STOPPING, STOPPING, EXITING_ONCE_WITH_9
     assert supervised.run(scripts, supervised.stop_after_restart, restarted="worker") == 0
@@ -332,7 +326,6 @@ def test_restarted_child_leaves_the_others_running(supervised: SupervisedChildre
         assert supervised.events().count(f"{name} signalled") == supervised.events().count(f"{name} ended") == 1
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_child_that_was_stopped_is_killed_and_restarted(
     supervised: SupervisedChildren, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +346,6 @@ def test_child_that_was_stopped_is_killed_and_restarted(
     ]
 
 
-@pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize("wedge", ["ctypes.PyDLL(None).sleep(1000)", "spin()"])
 def test_child_that_hangs_ends_itself_and_is_restarted(supervised: SupervisedChildren, wedge: str) -> None:
     """One that no signal has stopped: in C with the interpreter's lock, and in a loop of Python."""
@@ -368,13 +360,11 @@ def test_a_process_that_gives_signs_of_life_does_not_hang(supervised: Supervised
     assert supervised.run((LIVING, STOPPING, STOPPING)) == 7, "it lived longer than its alarm"
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_child_whose_output_another_process_holds_is_restarted(supervised: SupervisedChildren) -> None:
     scripts = STOPPING, STOPPING, ENDING_ONCE_WITH_AN_HEIR
     assert supervised.run(scripts, supervised.stop_after_restart, restarted="worker") == 0
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_restart_that_fails_is_tried_again(supervised: SupervisedChildren, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
@@ -397,14 +387,12 @@ def test_restart_that_fails_is_tried_again(supervised: SupervisedChildren, monke
     ]
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_reason_of_a_failure_is_in_the_output_of_the_last_process(supervised: SupervisedChildren) -> None:
     assert supervised.run((STOPPING, STOPPING, FAILING_TWICE), restarted="worker", final=(3,)) == 3
     assert supervised.lines[-1] == ("worker", "bye")
     assert supervised.failure == "worker exited with status 3: bye"
 
 
-@pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize(("final", "starts"), [((), 1 + RESTARTS), ((3, 9), 1)])
 def test_child_that_ends_too_often_or_with_a_final_status_stops_all(
     supervised: SupervisedChildren, final: tuple[int, ...], starts: int
