@@ -63,7 +63,8 @@ def test_staging_memory_is_used_again_behind_its_event(waits: bool, size: int) -
 
 def test_uploads_of_the_deepest_batch_queue_wait_for_nothing() -> None:
     """Launch without waiting: no step in flight has run when the next one is launched."""
-    device, uploaded = LazyDevice(), []
+    device = LazyDevice()
+    uploaded: list[torch.Tensor] = []
     for _ in range(MAX_STEPS_IN_FLIGHT + 1):
         device.begin_step()
         uploaded += device.upload(np.array([7], np.int32))
