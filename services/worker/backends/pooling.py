@@ -12,7 +12,7 @@ from protocol.sampling import Pooling
 from services.worker.batch.slots import BatchColumns, PlanError, Rows, spread
 
 Array = Any
-"""A tensor of torch or an array of NumPy: these modules use what both have."""
+"""A tensor of torch; on the simulator, which does not import torch, an array of NumPy. Only what both have is used."""
 
 
 @dataclass

@@ -24,11 +24,11 @@ class FeedbackMessage(NamedTuple):
     """Number of the message in its epoch, from 1."""
     step: SchedulerOutput
     rows: Rows
-    """Rows of the step that sample."""
+    """Rows of the step that sample, as given to `expect`: planned ones, or these at their true positions."""
 
 
 class TokenFeedback:
-    """The messages that were not taken yet; those of more steps than can be in flight have arrived."""
+    """The messages that were not taken yet. A message older than the steps that can be in flight has arrived."""
 
     def __init__(self, num_slots: int, stages: int) -> None:
         self._most = steps_in_flight(stages)

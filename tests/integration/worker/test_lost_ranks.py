@@ -37,6 +37,11 @@ class RankProcess:
         stack.callback(self.scheduler.close)
         self.process: PreloadedProcess = stack.enter_context(worker_process(directory, recovery_timeout_seconds=0.2))
 
+    def end(self) -> None:
+        """Kill the process, and wait for its status: `poll` returns None for a while after it has ended."""
+        self.process.kill()
+        self.process.wait()
+
     def next_of(self, kind: type[msgspec.Struct]):  # type: ignore[no-untyped-def]
         """Return the next message of this kind; only progress and lost ranks may be reported before."""
         while not isinstance(message := self.scheduler.next_message(), kind):
@@ -143,7 +148,7 @@ def test_a_rank_that_loses_its_partner_in_a_step_reports_it_and_serves_alone(pai
     pair.serve()
     epoch, survivor = pair.epoch, pair.ranks[0]
     survivor.scheduler.send(pair.one_step())  # it waits for its partner, which does not get the step
-    pair.ranks[1].process.kill()
+    pair.ranks[1].end()
     lost = survivor.scheduler.next_message()
     assert isinstance(lost, RankLost)
     assert lost.epoch == epoch
@@ -170,7 +175,7 @@ def test_a_rank_that_loses_its_partner_in_the_canary_step_is_healthy(pair: RankP
     survivor = pair.ranks[0].scheduler
     survivor.send(InitializeCache(BLOCKS, CONTEXT))
     survivor.wait_heartbeat()
-    pair.ranks[1].process.kill()
+    pair.ranks[1].end()
     lost = survivor.next_message()
     assert isinstance(lost, RankLost)
     assert lost.epoch == pair.epoch

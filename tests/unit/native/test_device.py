@@ -61,6 +61,16 @@ def test_staging_memory_is_used_again_behind_its_event(waits: bool, size: int) -
     assert bool(device.hazards) != waits
 
 
+def test_uploads_of_the_deepest_batch_queue_wait_for_nothing() -> None:
+    """Launch without waiting: no step in flight has run when the next one is launched."""
+    device = LazyDevice()
+    uploaded: list[torch.Tensor] = []
+    for _ in range(MAX_STEPS_IN_FLIGHT + 1):
+        device.begin_step()
+        uploaded += device.upload(np.array([7], np.int32))
+    assert not any(tensor.tolist() == [7] for tensor in uploaded)
+
+
 def test_the_source_of_a_download_is_kept() -> None:
     for keeps in (True, False):  # False is a planted fault, which is found
         device = LazyDevice(frozenset({"compute"}), keeps=keeps)

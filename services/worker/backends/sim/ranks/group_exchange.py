@@ -118,8 +118,10 @@ class GroupExchange:
         self._compare("the activation", step.step_id, rows.slots, hashes.view(np.int64))
         if leaving is None:
             return
-        planned, (tokens, sent_hashes, starts, drafts) = int(rows.counts.sum()), leaving
-        arrives = self._link_free_at = max(ended, self._link_free_at) + self._cost.hop(planned)
+        tokens, sent_hashes, starts, drafts = leaving
+        planned = int(rows.counts.sum())
+        arrives = max(ended, self._link_free_at) + self._cost.hop(planned)
+        self._link_free_at = arrives
         room = np.zeros(planned - len(tokens), np.int64)
         body = tokens, room, sent_hashes.view(np.int64), room, starts, drafts
         self.pipeline.send_activations(_message(step.step_id, arrives, *body))
@@ -131,7 +133,7 @@ class GroupExchange:
             self._ranks.tensor_parallel.broadcast(_message(step.step_id, taken.at, flags))
 
     def receive_left_out(self, step: SchedulerOutput) -> TakenMasks:
-        """Receive these, without masks, on another rank of the last stage."""
+        """Receive the slots of left-out rows on another rank of the last stage. The result has no masks."""
         receive, masked = self._ranks.tensor_parallel.broadcast, unpack(step.masked)
         at, flags = _receive(receive, "left-out rows", step.step_id, len(masked))
         return TakenMasks([], frozenset(masked[flags != 0].tolist()), at)

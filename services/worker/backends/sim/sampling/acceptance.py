@@ -75,13 +75,14 @@ class DraftAcceptance:
         if grammar is not None:
             masked, masks, acceptable = GrammarMask.from_message(grammar, slots, drafts, oracle.vocab_size)
         owners, positions = spread(firsts, drafts + 1)
-        at = slots[owners]
-        points = SamplingPoints(kept[owners], at, positions, oracle.chain[at, positions])
-        ids, counts = sampler.sample(points, self.parameters, masked, masks), np.ones(len(kept), np.int32)
-        if len(ids) > len(kept):
+        owner_slots = slots[owners]
+        points = SamplingPoints(kept[owners], owner_slots, positions, oracle.chain[owner_slots, positions])
+        ids = sampler.sample(points, self.parameters, masked, masks)
+        counts = np.ones(len(kept), np.int32)
+        if len(ids) > len(kept):  # there are drafts
             offsets = positions - firsts[owners]
             equal = offsets < acceptable[owners]
-            equal[equal] = oracle.tokens(at[equal], positions[equal]) == ids[equal]
+            equal[equal] = oracle.tokens(owner_slots[equal], positions[equal]) == ids[equal]
             rejected = np.where(equal, _NEVER, offsets)
             counts = np.minimum.reduceat(rejected, indices(offsets == 0)) + 1
             ids = ids[offsets < counts[owners]]

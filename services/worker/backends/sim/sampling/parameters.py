@@ -42,12 +42,12 @@ class RowParameters(NamedTuple):
     @classmethod
     def from_rows(cls, sampled: Rows, table: SlotTable) -> Self:
         """`sampled`: rows with `samples` of the plan that was just applied."""
-        slots, t = sampled.slots, table
-        earliest = np.maximum(sampled.ends - t.unsettled[slots], t.num_prompt[slots])
-        reshapes = t.penalized[slots] | t.edited[slots]
+        slots = sampled.slots
+        num_prompt, reshapes = table.num_prompt[slots], table.penalized[slots] | table.edited[slots]
+        earliest = np.maximum(sampled.ends - table.unsettled[slots], num_prompt)
         rules = {
-            row: RowRules(t.params[slots[row]], int(t.num_prompt[slots[row]]), bool(reshapes[row]))
-            for row in indices(reshapes | (earliest < t.banned_until[slots])).tolist()
+            row: RowRules(table.params[slots[row]], int(num_prompt[row]), bool(reshapes[row]))
+            for row in indices(reshapes | (earliest < table.banned_until[slots])).tolist()
         }
-        draws = t.temperature[slots], t.min_p[slots], t.top_k[slots], t.top_p[slots], t.seed[slots]
-        return cls(*draws, t.num_prompt[slots], rules)
+        draws = table.temperature[slots], table.min_p[slots], table.top_k[slots], table.top_p[slots], table.seed[slots]
+        return cls(*draws, num_prompt, rules)
