@@ -162,8 +162,10 @@ def _rebind_own_kernels(overrides: Any) -> None:
     drafter and some of its processors of images import. Only its own modules have its kernels."""
     own = {name: module for name, module in sys.modules.items() if name.startswith("vllm.")}
     kernel_overrides.sys = SimpleNamespace(modules=own)
-    _rebind_kernels(overrides)
-    kernel_overrides.sys = sys
+    try:
+        _rebind_kernels(overrides)
+    finally:
+        kernel_overrides.sys = sys
 
 
 kernel_overrides._rebind_kernels = _rebind_own_kernels  # noqa: SLF001
