@@ -25,7 +25,7 @@ MODULES = [
     "services.worker.backends.native",
     "services.worker.backends.sim",
     "tests.loaded_kernels",
-    "tests.forked_renderer",
+    "tests.forked_helpers",
 ]
 INPUT, OUTPUT, ERRORS = 0, 1, 2
 

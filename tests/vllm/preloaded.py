@@ -20,6 +20,21 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
+MODULES = [
+    "services.worker.backends.vllm.media_processor",
+    "vllm.v1.worker.cpu_worker",
+    "tests.vllm.reference",
+    "tests.vllm.driver",
+    "services.cli.serve",
+    "services.cli.start",
+    "services.frontend.service",
+    "services.scheduler.service",
+    "services.worker.service",
+    "tests.forked_helpers",
+    "tests.ranks.process",
+]
+"""vLLM first: it does not import where numba was imported before."""
+
 
 @contextmanager
 def processes() -> Iterator[ProcessPoolExecutor]:
@@ -27,7 +42,7 @@ def processes() -> Iterator[ProcessPoolExecutor]:
     before = dict(os.environ)
     os.environ |= ENVIRONMENT  # the fork server inherits it
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.vllm.reference", "tests.vllm.driver", "vllm.v1.worker.cpu_worker"])
+    context.set_forkserver_preload(MODULES)
     try:
         multiprocessing.forkserver.ensure_running()
         with ProcessPoolExecutor(2, context, gc.freeze, max_tasks_per_child=1) as pool:

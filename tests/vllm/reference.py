@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import torch
 from vllm import LLM, PoolingParams, RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import Counter
@@ -16,6 +17,7 @@ _SETTINGS: dict[str, Any] = {
     "max_num_seqs": 16,
     "kv_cache_memory_bytes": 64 << 20,
 }
+_created: list[LLM] = []
 _GENERATING = _SETTINGS | {"block_size": 32, "num_gpu_blocks_override": 256}
 
 
@@ -51,6 +53,14 @@ class VllmAnswers(msgspec.Struct):
     """Prompt tokens found in the prefix cache, in all batches."""
 
 
+def _create(model: str, **engine: Any) -> LLM:
+    """Return vLLM's own engine, which compiles parts of its sampler even with `enforce_eager` unless torch may not. It
+    is kept, because the process ends faster than the engine."""
+    torch.compiler.set_stance("force_eager")
+    _created.append(LLM(model=model, **engine))
+    return _created[-1]
+
+
 def generate(model: str, batches: list[list[VllmRequest]], **engine: Any) -> VllmAnswers:
     """Return vLLM's answers to each batch, one batch after the other. The process must end afterwards, because vLLM
     cannot be created twice.
@@ -58,7 +68,7 @@ def generate(model: str, batches: list[list[VllmRequest]], **engine: Any) -> Vll
     Args:
         engine: fields of EngineArgs
     """
-    llm = LLM(model=model, **{**_GENERATING, "disable_log_stats": False, **engine})
+    llm = _create(model, **{**_GENERATING, "disable_log_stats": False, "skip_tokenizer_init": True, **engine})
     tokens, scores = [], []
     for batch in batches:
         outputs = llm.generate(
@@ -80,25 +90,25 @@ def chat(
     adapters: Sequence[LoRAAdapter | None] = (None,),
     **engine: Any,
 ) -> list[tuple[list[int], list[int]]]:
-    """Return the prompt and the answer of `LLM.chat` for each conversation and adapter, alone. The process must end
+    """Return the prompt and the answer of `LLM.chat` for each adapter and conversation. The process must end
     afterwards."""
-    llm = LLM(model=model, **{**_GENERATING, **engine})
+    llm = _create(model, **{**_GENERATING, **engine})
     outputs = [
-        llm.chat(
-            conversation,
-            SamplingParams(**fields),
+        output
+        for lora in adapters  # beside adapters, vLLM's answers of the model are wrong
+        for output in llm.chat(
+            conversations,
+            [SamplingParams(**fields) for fields in params],
             use_tqdm=False,
             lora_request=lora and LoRARequest(lora.name, lora.number, lora.path),
-        )[0]
-        for lora in adapters
-        for conversation, fields in zip(conversations, params, strict=True)
+        )
     ]
     return [(list(output.prompt_token_ids or ()), list(output.outputs[0].token_ids)) for output in outputs]
 
 
 def pool_texts(model: str, method: str, arguments: list[Any], **engine: Any) -> list[list[float]]:
     """Return the numbers of `LLM.embed`, `LLM.classify` or `LLM.score` for texts. The process must end afterwards."""
-    llm = LLM(model=model, **{**_SETTINGS, **engine})
+    llm = _create(model, **{**_SETTINGS, **engine})
     outputs = getattr(llm, method)(*arguments, use_tqdm=False)
     field = {"embed": "embedding", "classify": "probs", "score": "score"}[method]
     found = [getattr(output.outputs, field) for output in outputs]
@@ -110,7 +120,7 @@ def pool(
 ) -> list[list[float]]:
     """Return the numbers that vLLM's `LLM.encode` gives for each prompt, with fields of its PoolingParams. The process
     must end afterwards."""
-    llm = LLM(model=model, **{**_SETTINGS, **engine})
+    llm = _create(model, **{**_SETTINGS, **engine})
     outputs = llm.encode(
         [{"prompt_token_ids": prompt} for prompt, _ in requests],
         [PoolingParams(**fields) for _, fields in requests],

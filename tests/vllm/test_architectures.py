@@ -38,17 +38,13 @@ CASES = {
     f"{checkpoints.INT8}-float32": ArchitectureCase(checkpoints.INT8, hides_amx=True),
 }
 """With AMX, vLLM's kernels for eight bits do not support float32."""
-PER_CHANGE = {DEMO, "gemma3", "mistral-window", "gpt-oss", "granite-hybrid", f"{checkpoints.INT8}-bfloat16"}
-"""Each kind of KV cache, states, experts, and other weights. The layers of the others are vLLM's alone; `make soak`
-runs all."""
+PER_CHANGE = {"gemma3", "mistral-window", "gpt-oss", "granite-hybrid", f"{checkpoints.INT8}-bfloat16"}
+"""Each kind of KV cache, states, experts, and other weights. The demo model is in test_parameters.py. The layers of the
+others are vLLM's alone; `make soak` runs all."""
 LENGTHS = (5, 150, 33, 70, 64, 96)
 """Tokens of each prompt: shorter and longer than a block (32) and than the budget of a step (64)."""
 OUTPUT = 24
-KINDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
-    {"temperature": 0.8, "seed": 7},
-    {"temperature": 1.0, "seed": 2**40 + 1, "top_p": 0.9},
-)
+KINDS: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 2**40 + 1, "top_p": 0.9})
 GROUPS = {
     "gemma3": ["full_attention", "sliding_window", "sliding_window"],
     "gpt-oss": ["full_attention", "sliding_window"],
@@ -75,9 +71,9 @@ class ArchitectureAnswers(msgspec.Struct):
     """Tokens under this scheduler, by request."""
 
     alone: list[list[int]]
-    """Each request alone."""
+    """Every third request, alone."""
     together: dict[str, list[list[int]]]
-    """All requests together, by depth and prefix cache."""
+    """All requests together, by depth."""
     again: list[list[int]]
     """The same requests again, with their prompts in the prefix cache."""
     preempted: list[list[int]]
@@ -106,14 +102,13 @@ def answer(model: str, case: ArchitectureCase) -> ArchitectureAnswers:
         return [stream.tokens for stream in run.serve(*streams)]
 
     with VllmRun(worker, 2, prefix_caching=False) as run:
-        alone = [tokens(run, [stream])[0] for stream in streams()]
+        alone = [tokens(run, [stream])[0] for stream in streams()[::3]]
     together = {}
-    for depth, caching in ((1, True), (2, False), (3, True)):
-        with VllmRun(worker, depth, prefix_caching=caching) as run:
-            together[f"depth {depth}, {caching=}"] = tokens(run, streams())
-            if caching:
-                again = tokens(run, streams())
-                cached = run.core.stats()["prefix_cache_hits"]
+    for depth in (1, 3):
+        with VllmRun(worker, depth) as run:
+            together[f"depth {depth}"] = tokens(run, streams())
+            again = tokens(run, streams())
+            cached = run.core.stats()["prefix_cache_hits"]
     of_states = num_states(worker.loaded.groups)
     tables = max(1, len(worker.loaded.groups) - of_states)
     few = FEW_BLOCKS * (2 * tables + 1) // 3 + 2 * of_states  # windows hold less than a table each
@@ -163,7 +158,7 @@ def test_tokens_equal_vllms_alone_and_together(both: tuple[ArchitectureAnswers, 
     expected, again = vllms.tokens
     assert again == expected
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
-    assert mine.alone == expected
+    assert mine.alone == expected[::3]
     assert mine.together == dict.fromkeys(mine.together, expected)
 
 

@@ -16,7 +16,6 @@ from tests.random_models import edit_config
 from tests.vllm import checkpoints
 from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
-    DEPTHS,
     DRAFTS,
     FEW_BLOCKS,
     GREEDY,
@@ -64,14 +63,14 @@ def worker(
 def test_answers_and_accepted_drafts_are_equal_at_any_depth(worker: VllmWorker, plain: list[VllmStream]) -> None:
     """Same tokens, equal acceptance. With every parameter, grammars, log-probabilities, and prompts in chunks."""
     rows = []
-    for depth in DEPTHS:
+    for depth in (1, 3):
         with VllmRun(worker, depth, prefix_caching=False) as run:
             got = run.serve(*streams())
             assert accepted(run) > 0
         assert_all_equal(got, plain)
         # The context cuts drafts of the last two, and a constrained row that follows a left-out one has none.
         rows.append([s.rows for s in got[:-2] if s.structured is None])
-    assert rows[0] == rows[1] == rows[2]
+    assert rows[0] == rows[1]
     assert max(map(max, rows[0])) == K + 1
 
 

@@ -1,6 +1,7 @@
 """GGUF files under vLLM: a file is converted once, and gives the tokens of transformers on the dequantised weights."""
 
 import os
+import sys
 from pathlib import Path
 
 from protocol.sampling import SamplingParams
@@ -15,9 +16,12 @@ TOKENS = 12
 def answers(path: str, cache: str) -> list[list[int]]:
     """Return the greedy tokens of all prompts. Needs a new process, because it creates vLLM."""
     os.environ["XDG_CACHE_HOME"] = cache
+    started = list[str]()
+    sys.addaudithook(lambda event, given: started.append(given[0]) if event == "subprocess.Popen" else None)
     with VllmRun(VllmWorker(model=path, dtype="float32"), 2) as run:
         params = SamplingParams(max_tokens=TOKENS, temperature=0.0)
         streams = run.serve(*(VllmStream(prompt, params) for prompt in PROMPTS))
+    assert sys.executable not in started, "vLLM is imported once, also for a model that it has never seen"
     return [stream.tokens for stream in streams]
 
 

@@ -15,7 +15,7 @@ from tests.vllm.preloaded import processes, serving_preloaded
 from tests.vllm.reference import VllmRequest, generate
 
 PROMPT = [(i * 31) % 4000 + 10 for i in range(40)]
-OUTPUT = 400
+OUTPUT = 200
 """Tokens that take long enough for a worker to be killed within them."""
 
 

@@ -166,12 +166,10 @@ def answer(model: str, conversations: list[list[JSON]]) -> MediaAnswers:
     prompts = Prompts(model, conversations)
     sizes = {"model": model, "dtype": "float32", "context": CONTEXT, "chunk": CHUNK}
     worker = VllmWorker(**sizes)
-    together = {}
-    for depth in (1, 3):
-        with VllmRun(worker, depth) as run:
-            together[f"depth {depth}"] = prompts.serve(run)
-    with VllmRun(worker, 2) as run:
-        together["depth 2"] = prompts.serve(run)
+    with VllmRun(worker, 1) as run:
+        together = {"depth 1": prompts.serve(run)}
+    with VllmRun(worker, 3) as run:
+        together["depth 3"] = prompts.serve(run)
         before = run.core.stats()["prefix_cache_hits"]
         cached = prompts.serve(run)
         hits = run.core.stats()["prefix_cache_hits"] - before
@@ -180,10 +178,9 @@ def answer(model: str, conversations: list[list[JSON]]) -> MediaAnswers:
         kept = len(worker.runner.engine.runner.encoder_cache)
     worker.runner.shutdown()
     worker = VllmWorker(DRAFTS, **sizes)
-    for depth in (1, 3):
-        with VllmRun(worker, depth, num_blocks=20) as run:
-            together[f"drafts, depth {depth}"] = prompts.serve(run)
-            accepted = run.core.stats()["spec_decode_num_accepted_tokens"]
+    with VllmRun(worker, 3, num_blocks=20) as run:
+        together["drafts"] = prompts.serve(run)
+        accepted = run.core.stats()["spec_decode_num_accepted_tokens"]
     return MediaAnswers(prompts.token_ids, together, cached, hits, preempted, preemptions, kept, accepted)
 
 
@@ -243,7 +240,6 @@ def test_tokens_equal_vllms(model: Path, kind: str, server: ServeProcess) -> Non
         expected = pool.submit(chat, str(model), asked, given, max_model_len=CONTEXT).result()
         answers = [tokens for _, tokens in expected]
         both = list(zip(asked, PARAMS, strict=True))
-        alone = [tokens_of(request(server, messages, **params)) for messages, params in both]
         running = [threads.submit(request, server, messages, **params) for messages, params in both * 2]
         wait_until(lambda: requests_in(server, "running") >= len(answers), "streams")
         server.services["worker"].kill()
@@ -257,7 +253,6 @@ def test_tokens_equal_vllms(model: Path, kind: str, server: ServeProcess) -> Non
     assert found.hits > 300, "blocks of files are found by their contents"
     assert found.kept <= 1
     assert found.accepted > 0 or model.name == "paddleocr-vl", "its answers repeat nothing"
-    assert alone == answers
     assert served == answers * 2
 
 
@@ -316,11 +311,13 @@ def test_two_ranks_with_drafts_answer_like_one(model: Path, kind: str, server: S
     drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False})
     with (
         serving_preloaded(model, *SIZES, "--tensor-parallel-size", "2", "--speculative-config", drafts) as ranks,
-        ThreadPoolExecutor(len(both)) as threads,
+        ThreadPoolExecutor(2 * len(both)) as threads,
     ):
-        running = [threads.submit(request, ranks, messages, **params) for messages, params in both]
-        alone = [tokens_of(request(server, messages, **params)) for messages, params in both]
-        assert [tokens_of(future.result()) for future in running] == alone
+        two, one = (
+            [threads.submit(request, served, messages, **params) for messages, params in both]
+            for served in (ranks, server)
+        )
+        assert [tokens_of(future.result()) for future in two] == [tokens_of(future.result()) for future in one]
         assert ranks.metric("spec_decode_num_draft_tokens_total") > 0
 
 

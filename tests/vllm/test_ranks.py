@@ -1,18 +1,11 @@
 """Scheduler and workers as processes: one rank and two give the same answers, even if a rank is lost."""
 
 import math
-import multiprocessing
-import multiprocessing.forkserver
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,28 +23,27 @@ from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
 from services.checkpoint import DEMO_MODEL, adapter_digest
-from services.config import SchedulerConfig, WorkerConfig
+from services.config import SchedulerConfig
 from services.scheduler.policies import make_policy
 from services.worker.backends.vllm.shared_memory import DIRECTORY, PREFIX
 from services.worker.result_sender import EXIT_STUCK
 from tests.integration.native.engine_driver import EngineDriver
 from tests.integration.native.test_left_out import NGRAM, ServedAnswers, assert_equal, limits, requests
-from tests.integration.scheduler.engine import FrontendConnection, code_of
+from tests.integration.scheduler.engine import FrontendConnection, engine
+from tests.preloaded import PreloadedProcess
 from tests.ranks.group import RankGroup, RankPool
 from tests.vllm import checkpoints
 from tests.vllm.parameter_cases import DEPTHS
+from tests.vllm.preloaded import processes
 
-PATIENCE = 200.0
-"""Seconds for a process to end."""
-SCHEDULER = {
-    "model": str(DEMO_MODEL),
+SCHEDULER: dict[str, object] = {
     "block_size": 32,
     "max_model_len": 256,
     "max_num_batched_tokens": 64,
     "settle_seconds": 0,
 }
-WORKER = {
-    "model": str(DEMO_MODEL), "backend": "vllm", "threads": 1, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True,
+WORKER: dict[str, object] = {
+    "backend": "vllm", "threads": 1, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True,
 }  # fmt: skip
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 DATE = StructuredOutputParams(GrammarKind.REGEX, "[0-9]{4}-[0-9]{2}-[0-9]{2}(T[0-9]{2}:[0-9]{2}){8}")
@@ -61,71 +53,11 @@ STRUCTURED = (3, 7, 11)
 EMBEDDED = 50
 
 
-def work(config: str, scratch: str, directory: Path) -> None:
-    """Run a worker in `directory`, in a process that starts with vLLM imported. Temporary files are in `scratch`."""
-    from services.worker.service import run
-
-    os.chdir(directory)
-    os.environ.pop("XDG_RUNTIME_DIR", None)
-    tempfile.tempdir = scratch
-    sys.exit(run(WorkerConfig.model_validate_json(config)))
-
-
-class VllmCluster:
-    """A scheduler and its workers."""
-
-    scratch = ""
-    """Folder for the temporary files of all workers."""
-
-    def __init__(self, directory: Path, **scheduler: object) -> None:
-        self._directory = directory
-        config = SchedulerConfig.model_validate({
-            **SCHEDULER, **scheduler, "worker_endpoint": self._at("w"), "client_endpoint": self._at("c"),
-        })  # fmt: skip
-        command = [sys.executable, "-c", code_of("scheduler", config), config.model_dump_json()]
-        self.scheduler = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.workers: list[BaseProcess] = []
-
-    def _at(self, name: str) -> str:
-        return f"ipc://{self._directory}/{name}"
-
-    def add_worker(self) -> BaseProcess:
-        config = WorkerConfig.model_validate({**WORKER, "scheduler_endpoint": self._at("w")})
-        context = multiprocessing.get_context("forkserver")
-        directory = self._directory / f"worker{len(self.workers)}"
-        directory.mkdir()
-        process = context.Process(target=work, args=(config.model_dump_json(), self.scratch, directory))
-        process.start()
-        self.workers.append(process)
-        return process
-
-    def client(self) -> FrontendConnection:
-        return FrontendConnection(self._at("c"))
-
-    def end(self) -> list[int | None]:
-        """Stop the scheduler, which stops its workers. Returns the exit statuses of all workers."""
-        self.scheduler.terminate()
-        assert self.scheduler.wait(PATIENCE) == 0
-        for process in self.workers:
-            process.join(PATIENCE)
-        return [process.exitcode for process in self.workers]
-
-    def kill(self) -> None:
-        self.scheduler.kill()
-        self.scheduler.wait()
-        self.scheduler.stderr.close()
-        for process in self.workers:
-            process.kill()
-            process.join()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def preloaded() -> None:
-    """Importing vLLM takes longer than these tests. The fork server starts here, before `RankPool` names modules of its
-    own: vLLM does not import where numba was imported first."""
-    modules = ["tests.vllm.test_ranks", "services.worker.backends.vllm", "vllm.v1.worker.cpu_worker"]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    multiprocessing.forkserver.ensure_running()
+    """Start the fork server with vLLM imported."""
+    with processes():
+        pass
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,22 +71,12 @@ def before() -> set[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def scratch() -> Iterator[Path]:
-    """A folder whose path is short enough for sockets, unlike pytest's own."""
-    with tempfile.TemporaryDirectory(prefix="ranks-", dir="/tmp") as directory:
-        VllmCluster.scratch = directory
+    """The processes' folder for temporary files, whose path is short enough for sockets, unlike pytest's own."""
+    with tempfile.TemporaryDirectory(prefix="ranks-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", tempfile.gettempdir())
+        patch.setenv("TMPDIR", directory)
+        patch.delenv("XDG_RUNTIME_DIR", raising=False)
         yield Path(directory)
-
-
-@contextmanager
-def cluster(directory: Path, workers: int, **scheduler: object) -> Iterator[VllmCluster]:
-    """A scheduler and its workers; all processes are ended in any case."""
-    directory.mkdir(exist_ok=True)
-    running = VllmCluster(directory, **scheduler)
-    with ExitStack() as stack:
-        stack.callback(running.kill)
-        for _ in range(workers):
-            running.add_worker()
-        yield running
 
 
 def submit(client: FrontendConnection, first: int = 0) -> list[int]:
@@ -198,13 +120,11 @@ def answers(client: FrontendConnection, numbers: list[int]) -> Tokens:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokens, FrontendConnection]:
     """Answers of one rank at depth one, and the client that received them."""
-    with cluster(tmp_path_factory.mktemp("one"), 1, batch_queue_depth=1) as running:
-        client = running.client()
-        client.wait_ready()
+    with engine(tmp_path_factory.mktemp("one"), SCHEDULER | {"batch_queue_depth": 1}, WORKER) as running:
+        client = running.connect()
         tokens = answers(client, submit(client))
         embedding(client)
-        client.close()
-        assert running.end() == [0]
+        assert running.stop() == (0, 0)
     return tokens, client
 
 
@@ -217,10 +137,10 @@ def test_two_ranks_answer_like_one_also_after_a_rank_was_lost(
     The rank that stays frees the memory that an ended epoch shared. vLLM shares memory with AVX-512 only."""
     tokens, one = expected
     settings = {"tensor_parallel_size": 2, "batch_queue_depth": 2, "speculative_config": NGRAM_CONFIG}
-    with cluster(tmp_path / "two", 2, enable_lora=True, max_num_seqs=8, **settings) as running:
-        client = running.client()
-        state = client.wait_ready()
-        assert state.info["backend"] == "vllm"
+    settings |= {"enable_lora": True, "max_num_seqs": 8}
+    with engine(tmp_path, SCHEDULER | settings, WORKER, 2) as running:
+        client = running.connect()
+        assert client.wait_ready().info["backend"] == "vllm"
         numbers = submit(client)
         assert answers(client, numbers) == tokens
         assert embedding(client) == pytest.approx(embedding(one), abs=1e-4)
@@ -228,15 +148,17 @@ def test_two_ranks_answer_like_one_also_after_a_rank_was_lost(
         assert client.logprobs[6].keys() == one.logprobs[6].keys()
         assert sum(client.finished[number].num_accepted_tokens for number in numbers) > 0
 
-        adapter = checkpoints.make_adapter(tmp_path / "two/worker1/adapter", DEMO_MODEL, 1)
-        lora = LoRAAdapter("a", "/proc/self/cwd/adapter", adapter_digest(adapter))
+        adapter, link = checkpoints.make_adapter(tmp_path / "adapter", DEMO_MODEL, 1), tmp_path / "link"
+        link.symlink_to(f"/proc/self/task/{running.workers[1].pid}/root{adapter}")  # leads nowhere in the other process
+        lora = LoRAAdapter("a", str(link), adapter_digest(adapter))
         ends = []
         for number in (60, 61):  # one rank cannot load it, then both can
-            client.generate(number, [5] * 70, SamplingParams(max_tokens=4, temperature=0.0), lora=lora)
+            client.generate(number, [5] * 70, SamplingParams(max_tokens=1, temperature=0.0), lora=lora)
             client.wait_finished(number)
             ends.append((client.finished[number].reason, len(client.tokens[number])))
-            shutil.copytree(adapter, tmp_path / "two/worker0/adapter", dirs_exist_ok=True)
-        assert ends == [(FinishReason.ERROR, 0), (FinishReason.LENGTH, 4)]
+            link.unlink()
+            link.symlink_to(adapter)
+        assert ends == [(FinishReason.ERROR, 0), (FinishReason.LENGTH, 1)]  # so no step is in flight
 
         first = shared_pages(running.workers[0])
         assert len(first) == torch.backends.cpu.get_cpu_capability().startswith("AVX512")
@@ -259,9 +181,8 @@ def test_two_ranks_answer_like_one_also_after_a_rank_was_lost(
         running.add_worker()  # the other rank may wait in memory shared with the lost one: then it ends too
         assert answers(client, numbers) == tokens
         assert embedding(client, 100) == pytest.approx(embedding(one), abs=1e-4)
-        client.close()
-        left, *killed = running.end()
-        assert (left in (0, EXIT_STUCK), killed) == (True, [-signal.SIGKILL, -signal.SIGKILL, 0, 0])
+        _, left, *others = running.stop()
+        assert (left in (0, EXIT_STUCK), others) == (True, [-signal.SIGKILL, -signal.SIGKILL, 0, 0])
 
 
 class UnevenSteps:
@@ -402,9 +323,9 @@ def test_two_stages_answer_like_one_also_after_each_was_killed(
 ) -> None:
     """The last stage samples, and sends tokens and drafts to the first one."""
     tokens, one = expected
-    with cluster(tmp_path / "stages", 2, pipeline_parallel_size=2, speculative_config=NGRAM_CONFIG) as running:
-        client = running.client()
-        client.wait_ready()
+    settings = {"pipeline_parallel_size": 2, "speculative_config": NGRAM_CONFIG}
+    with engine(tmp_path, SCHEDULER | settings, WORKER, 2) as running:
+        client = running.connect()
         numbers = submit(client)
         assert answers(client, numbers) == tokens
         assert embedding(client) == pytest.approx(embedding(one), abs=1e-4)
@@ -417,11 +338,10 @@ def test_two_stages_answer_like_one_also_after_each_was_killed(
             running.workers[killed].kill()
             running.add_worker()
             assert answers(client, numbers) == tokens
-        client.close()
-        assert running.end() == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
+        assert running.stop() == (0, -signal.SIGKILL, -signal.SIGKILL, 0, 0)
 
 
-def shared_pages(process: BaseProcess) -> dict[str, int]:
+def shared_pages(process: PreloadedProcess) -> dict[str, int]:
     """KiB of each group's shared memory that `process` has mapped, by the name of the group."""
     pages: dict[str, int] = {}
     name = ""

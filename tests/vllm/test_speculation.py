@@ -1,6 +1,7 @@
 """vLLM's n-gram drafts under the scheduler: all cells, and where rows of several tokens end. What holds for every
 drafter is in test_drafters.py."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import pytest
 from protocol.codec import pack
 from protocol.requests import FinishReason
 from services.scheduler.capabilities import Combination, refusal, table
+from tests.matrix import covering
 from tests.vllm.driver import CONTEXT, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
     DRAFTS,
@@ -83,9 +85,11 @@ CELLS = {
 """Each cell is tested with structured output too; those with stages in test_ranks.py."""
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize(
-    "cell", [cell for cell, reason in CELLS.items() if reason is None and not cell.pipeline], ids=str
+    ("cell", "prefix_caching"),
+    covering(
+        [cell for cell, reason in CELLS.items() if reason is None and not cell.pipeline], [False, True], strength=1
+    ),
 )
 def test_supported_cell_answers_as_without_drafts(
     cell: Combination, prefix_caching: bool, worker: VllmWorker, plain: Plain
@@ -156,6 +160,12 @@ def test_number_reused_while_drafts_of_the_first_request_are_in_flight(
                 run.abort(9)  # in the middle of its prompt
             assert_equal(run.serve_one(1, all_streams()[0]), plain.everything["greedy"])
         assert long.aborted
+
+
+def test_the_compiled_drafter_is_stored_for_the_next_start(worker: VllmWorker) -> None:
+    with VllmRun(worker, 1):
+        stats = sys.modules["vllm.v1.spec_decode.ngram_proposer"].batch_propose_numba.stats
+    assert stats.cache_hits or stats.cache_misses
 
 
 def test_no_drafts_beyond_the_limit_of_the_drafter(worker: VllmWorker) -> None:

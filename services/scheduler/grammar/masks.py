@@ -24,8 +24,9 @@ WAKE_INTERVAL = 1e-3
 """Seconds. Masks that are made within it are sent together, if more are to be made."""
 QUICK = 5e-4
 """Seconds. Masks that took no longer are made together with others the next time."""
-IN_LOOP = 2e-4
-"""Seconds. Masks that take longer together are made beside the loop: to wake a thread takes half of it."""
+IN_LOOP = 1.5e-3
+"""Seconds. Masks that take longer together are made beside the loop. To hand them over and to take turns for the
+interpreter's lock delays them by up to a millisecond."""
 Masks = NDArray[np.int32]
 """int32[masks, ceil(vocab / 32)]"""
 FillMasks = Callable[[Sequence[Any], Masks], None]
@@ -111,8 +112,9 @@ class MaskThread:
         if self._delay or grammar not in self._quick:
             self._hand_over([job])
         else:
+            if not self._submitted:
+                self._wakeup.set()  # the loop must not sleep before `start`
             self._submitted.append(job)
-            self._wakeup.set()  # the loop must not sleep before `start`
         return None
 
     def start(self) -> None:

@@ -42,8 +42,9 @@ def place_masks(slots: I32, drafts: I32, masked: I32, counts: I32) -> tuple[I32,
     Returns: int32[masks], the sampled token that each is for, -1: none; int32[sampling rows], drafts that may be
         accepted, none where their masks are missing (acceptable drafts, docs/invariants.md).
     """
-    row_of = {slot: row for row, slot in enumerate(slots.tolist())}
-    rows = np.array([row_of.get(slot, -1) for slot in masked.tolist()], np.int32)
+    order = np.argsort(slots).astype(np.int32)
+    rows = order[np.searchsorted(slots, masked, sorter=order).clip(max=len(slots) - 1)]
+    rows[slots[rows] != masked] = -1
     if not has_any(drafts) and has_all(counts == 1):  # most steps
         return rows, drafts
     used = np.where(rows < 0, 0, np.minimum(counts, drafts[rows] + 1))

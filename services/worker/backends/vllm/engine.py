@@ -212,6 +212,7 @@ class VllmEngine:
 
     def _warm_up_drafts(self, count: int) -> None:
         """Compile the drafter, which the first step with drafts would wait for."""
+        vllm_api.store_compiled_drafter()
         batch = self.runner.input_batch
         self.runner.drafter.propose(count, [[0]], batch.num_tokens_no_spec, batch.token_ids_cpu)
 

@@ -8,10 +8,12 @@ The rest of the backend imports vLLM only from here, so that a new version has t
 import logging
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, distributed
@@ -88,6 +90,9 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
+# Models.
+from vllm.model_executor.models import registry
+
 # Images and sounds.
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -104,6 +109,7 @@ from vllm.sampling_params import SamplingParams, SamplingType, StructuredOutputs
 from vllm.sequence import IntermediateTensors
 
 # Before serving.
+from vllm.triton_utils import dispatcher as kernel_overrides
 from vllm.utils.gc_utils import freeze_gc_heap
 
 # The KV cache.
@@ -148,24 +154,38 @@ def set_kv_cache_layout(wrapper: Any, config: Any, name: str) -> None:
 
 # -- changes to vLLM ---------------------------------------------------------------------------------------------
 
-_register_kernels = current_platform.register_triton_kernel_overrides
+_rebind_kernels = kernel_overrides._rebind_kernels  # noqa: SLF001
 
 
-@cache
-def _register_kernels_once() -> None:
-    """vLLM searches every loaded module, and fails on one below numba, which its n-gram drafter and some of its
-    processors of images import."""
-    below_numba = sys.modules.pop("llvmlite.binding.ffi", None)
-    _register_kernels()
-    if below_numba is not None:
-        sys.modules["llvmlite.binding.ffi"] = below_numba
+def _rebind_own_kernels(overrides: Any) -> None:
+    """vLLM searches every loaded module, which takes most of a second, and fails on one below numba, which its n-gram
+    drafter and some of its processors of images import. Only its own modules have its kernels."""
+    own = {name: module for name, module in sys.modules.items() if name.startswith("vllm.")}
+    kernel_overrides.sys = SimpleNamespace(modules=own)
+    _rebind_kernels(overrides)
+    kernel_overrides.sys = sys
 
 
-current_platform.register_triton_kernel_overrides = _register_kernels_once
+kernel_overrides._rebind_kernels = _rebind_own_kernels  # noqa: SLF001
+current_platform.register_triton_kernel_overrides = cache(current_platform.register_triton_kernel_overrides)
+
+if current_platform.is_cpu():
+    # vLLM looks at the class of a model that it serves for the first time in another interpreter, which imports vLLM
+    # once more, so that no GPU is initialised in this one.
+    registry._run_in_subprocess = lambda inspect: inspect()  # noqa: SLF001
 
 # vLLM resamples sound with torchaudio, whose builds on the index need CUDA. soxr is among vLLM's other choices.
 if find_spec("torchaudio") is None:
     MultiModalDataParser.__init__.__kwdefaults__["audio_resample_method"] = "soxr"
+
+
+def store_compiled_drafter() -> None:
+    """Let numba store the n-gram drafter that it compiles, so that later starts need not. Imports numba."""
+    from vllm.v1.spec_decode.ngram_proposer import batch_propose_numba
+
+    with suppress(RuntimeError):  # there is no directory that this user may write to
+        batch_propose_numba.enable_caching()
+
 
 _init_model_parallel_group = parallel_state.init_model_parallel_group
 

@@ -55,7 +55,7 @@ def test_answer_is_content_of_the_form_or_calls(compiler: CompilerClient, name: 
         assert not is_allowed(wrong), wrong
     assert tools.parser is not None
     parser = tools.parser(tools.names, True, None, tools.parameters)
-    events = parser.push(CALLS[name]) + parser.finish()
+    events = parser.push(CALLS[name], is_last=True)
     assert [event.name for event in events if isinstance(event, CallStart)] == ["weather", "now"]
     joined = "".join(event.text for event in events if isinstance(event, Arguments) and event.index == 0)
     assert json.loads(joined) == {"city": "Rom"}
