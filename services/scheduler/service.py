@@ -471,7 +471,9 @@ class Service:
         self._watch_workers()
 
     def _publish(self) -> None:
-        for client, outputs in self.engine.take_outputs() if self.engine is not None else ():
+        if self.engine is None:
+            return
+        for client, outputs in self.engine.take_outputs():
             self.frontends.send(client, replace(outputs, incarnation=self.incarnation))
 
     def _state(self) -> EngineState:

@@ -70,10 +70,10 @@ class _Job(NamedTuple):
 class MaskThread:
     """A `MaskMaker` that holds the scheduler's loop up for a bounded time only.
 
-    Masks of grammars whose last one was quick are made together by one call of the library: in the loop if there are
-    few, otherwise on a thread beside it, for which the library releases the interpreter's lock while it computes. All
-    others are made by the thread one by one. It starts with the first mask. The public methods belong to the
-    scheduler's thread. An error of a mask is raised by `take`.
+    A few masks of grammars whose last one was quick are made in the loop. More of them are made together on a thread
+    beside it, by one call of the library, which releases the interpreter's lock while it computes. All others are made
+    by the thread one by one. The thread starts with the first mask. The public methods belong to the scheduler's
+    thread. An error of a mask is raised by `take`.
 
     Args:
         fill: as `fill_each`, perhaps faster.
@@ -118,14 +118,15 @@ class MaskThread:
         return None
 
     def start(self) -> None:
-        """Make the quick masks that were submitted, or let the thread make them."""
-        if not (jobs := self._submitted):
-            return
-        self._submitted = []
-        if len(jobs) * self._pace > IN_LOOP:
+        """Make the quick masks that were submitted, if they take `IN_LOOP` together. Let the thread make those that are
+        left when this time has passed, because some have become slow."""
+        jobs, self._submitted = self._submitted, []
+        if jobs and len(jobs) * self._pace <= IN_LOOP:
+            ends = time.monotonic() + IN_LOOP
+            while jobs and time.monotonic() <= ends:
+                self._make([jobs.pop(0)])
+        if jobs:
             self._hand_over(jobs)
-        else:
-            self._make(jobs)
 
     def _hand_over(self, jobs: list[_Job]) -> None:
         if self._thread is None:
@@ -147,14 +148,17 @@ class MaskThread:
         return taken
 
     def _judge(self, jobs: list[_Job], seconds: float) -> None:
-        """Note which grammars are quick. One that is not would delay all masks that are made together with it."""
-        if quick := seconds <= self._quick_seconds + 2 * self._pace * (len(jobs) - 1):
-            self._pace = seconds / len(jobs)
+        """Note which grammars are quick. One that is not would delay all masks that are made together with it. Only
+        masks that are made alone raise the pace, or a grammar might become slower step by step among others."""
+        pace = seconds / len(jobs)
+        quick = seconds <= self._quick_seconds + 2 * self._pace * (len(jobs) - 1)
+        if quick and (len(jobs) == 1 or pace < self._pace):
+            self._pace += (pace - self._pace) / 4
         for job in jobs:
             (self._quick.add if quick else self._quick.discard)(job.grammar)
 
     def close(self) -> None:
-        """End the thread when the mask that it makes is ready. Others are not made any more."""
+        """End the thread when the masks that it makes are ready. Others are not made any more."""
         self._closed = True
         self._jobs.put(None)
         if self._thread is not None:

@@ -1,7 +1,6 @@
 """Threads beside the scheduler's loop that run the grammar library: how they start, and how they wake the loop."""
 
 import os
-import select
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,10 +41,6 @@ class LoopWakeup:
             if self._is_set:
                 self._is_set = False
                 os.read(self._reader, 1)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until it is set. Return False if it is not within so many seconds."""
-        return bool(select.select([self._reader], [], [], seconds)[0])
 
     def close(self) -> None:
         os.close(self._writer)

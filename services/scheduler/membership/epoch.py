@@ -102,8 +102,9 @@ class Epoch:
         for member in ranks:
             self._roster.apply(member.peer, MemberEvent.INITIALIZE, now)
         self._adopted, canary = common_blocks([loaded.held for loaded in self._loaded()], limits.num_blocks)
-        sizes, whole_steps = (limits.num_blocks, limits.max_model_len), not limits.leaves_rows_out
-        return [Send(m.peer, InitializeCache(*sizes, self.id, canary, whole_steps)) for m in ranks]
+        whole_steps = not limits.leaves_rows_out
+        message = InitializeCache(limits.num_blocks, limits.max_model_len, self.id, canary, whole_steps)
+        return [Send(member.peer, message) for member in ranks]
 
     def start(self) -> Started:
         """All ranks are ready."""

@@ -223,7 +223,8 @@ class WorkerGroup:
             self.fail(f"{futile}: {self.losses.last}", now)
         if self.failed:
             return
-        timeout, sign = self._config.heartbeat_timeout_seconds, self._sign if self.state is EnginePhase.READY else 0
+        timeout = self._config.heartbeat_timeout_seconds
+        sign = self._sign if self.state is EnginePhase.READY else 0
         reasons = [(member.peer, overdue(member, now, timeout, sign)) for member in self.roster]
         for peer, late in reasons:
             if late is not None and not self.failed:

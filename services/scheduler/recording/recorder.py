@@ -55,9 +55,10 @@ class FlightRecorder:
 
     def needs_start(self) -> bool:
         """Return whether the core must be restarted now, so that a replay can begin there; true once for each start."""
-        is_needed = self._writer.is_start_due and not self._has_requested_start
-        self._has_requested_start |= is_needed
-        return is_needed
+        if self._has_requested_start or not self._writer.is_start_due:
+            return False
+        self._has_requested_start = True
+        return True
 
     def close(self) -> None:
         """Write what is left."""

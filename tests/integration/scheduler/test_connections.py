@@ -66,7 +66,7 @@ def test_a_frontend_that_left_is_found_although_nothing_is_sent_to_it(frontends:
     assert [number for number, message in frontends.received if isinstance(message, Hello)] == [0, 1]
     first.close()
     until(lambda: frontends.has_lost(0))
-    assert len(frontends.connections) == 1
+    assert len(frontends.connections.peers) == 1
     second.send(AbortRequest([7]))
     until(lambda: (frontends.pump(), (1, AbortRequest([7])) in frontends.received)[1])
     second.close()
@@ -92,7 +92,7 @@ def test_frontends_that_left_use_up_no_room(frontends: Frontends, monkeypatch: p
     for number in range(4):
         frontends.connect().close()
         until(lambda n=number: frontends.has_lost(*range(n + 1)))  # type: ignore[misc]
-        assert len(frontends.connections) == 0
+        assert not frontends.connections.peers
 
 
 class Workers(DrivenConnections):
@@ -140,13 +140,13 @@ def test_a_worker_is_gone_when_either_connection_breaks(workers: Workers) -> Non
         clients[index].close()
         until(lambda p=peer: (workers.pump(), p in workers.gone)[1])  # type: ignore[misc]
         clients[1 - index].close()
-    until(lambda: (workers.pump(), len(workers.connections) == 0)[1])
+    until(lambda: (workers.pump(), not workers.connections.by_name)[1])
 
 
 def test_a_worker_that_was_refused_is_turned_away_and_dropped(workers: Workers) -> None:
     peer, clients = workers.register("host:1")
     workers.connections.refuse(peer, "another model")
-    assert len(workers.connections) == 0
+    assert not workers.connections.by_name
     with pytest.raises(HandshakeRefused, match="another model"):
         until(lambda: clients[0].receive_now() is not None)
     close(clients)
@@ -167,7 +167,7 @@ def test_workers_that_left_use_up_no_room(workers: Workers, monkeypatch: pytest.
         close(clients)
         until(lambda: (workers.pump(), workers.connections.server.sweeps)[1])
         until(lambda: (workers.pump(), not workers.connections.server.sweeps)[1])
-        assert len(workers.connections) == 0
+        assert not workers.connections.by_name
 
 
 def test_the_connection_for_results_is_not_flooded_while_workers_are_probed(workers: Workers) -> None:

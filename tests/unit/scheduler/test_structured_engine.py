@@ -22,7 +22,6 @@ from services.scheduler.grammar.base import OVERLOADED
 from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.service import Service
 from services.scheduler.structured_output import StructuredOutput
-from services.scheduler.worker_seconds import WorkerSeconds
 from tests.simulation.grammar import Compilation
 from tests.simulation.requests import finishes, generate, plans
 from tests.simulation.results import result_of
@@ -259,7 +258,7 @@ def test_grammars_whose_replay_takes_long_do_not_stop_the_loop(monkeypatch: pyte
     compiler = SimpleNamespace(take=lambda: compiled.pop() if compiled else [])
     structured = StructuredOutput(compiler, None)  # type: ignore[arg-type]
     for done, read in ((1, 5), (1, 7), (2, 7), (2, 9), (3, 10)):
-        structured.read(core, WorkerSeconds(), lambda: None)
+        structured.read(core)
         assert (len(core.store.waiting), grammars[2].next) == (done, read)
         assert bool(structured.grammars) == (done < 3)
 

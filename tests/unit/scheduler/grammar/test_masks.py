@@ -70,6 +70,8 @@ class GrammarClock:
 
 class SlowGrammar(Automaton):
     seconds = 0.0
+    in_loop = False
+    """The thread that submits has made its last mask."""
 
     def __init__(self, clock: GrammarClock) -> None:
         super().__init__(3, -1, VOCAB, ())
@@ -77,6 +79,7 @@ class SlowGrammar(Automaton):
 
     def fill(self, mask: np.ndarray) -> None:
         self._clock.now += self.seconds
+        self.in_loop = threading.current_thread() is threading.main_thread()
         super().fill(mask)
 
 
@@ -108,7 +111,28 @@ def test_few_masks_of_quick_grammars_are_made_in_the_loop(
     assert [maker is not threading.current_thread() for maker in makers] == beside
 
 
-def test_a_grammar_that_becomes_slow_delays_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_masks_that_become_slow_in_the_loop_are_left_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one takes longer than the loop may be held up, and was begun."""
+    monkeypatch.setattr(masks_module, "IN_LOOP", 1.0)
+    monkeypatch.setattr(masks_module, "time", clock := GrammarClock())
+    thread, grammars = MaskThread(), [SlowGrammar(clock) for _ in range(3)]
+    for seconds in (0.0, 0.0, 2.0):
+        for grammar in grammars:
+            grammar.seconds = seconds
+        make(thread, *grammars)
+    thread.close()
+    assert [grammar.in_loop for grammar in grammars] == [True, False, False]
+    assert clock.now == 6.0, "each was made once"
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "sizes"),
+    [((0, 0, 1000, 1000, 1000), [4, 4, 3]), ((0, 0, 0.4, 0.5, 0.7, 1, 1.4, 2, 3), [4, 4, 4, 4, 4, 4, 3])],
+    ids=["at once", "step by step"],
+)
+def test_a_grammar_that_becomes_slow_delays_others_once(
+    milliseconds: tuple[float, ...], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Masks that took too long together are made one by one the next time, which finds the slow one."""
     monkeypatch.setattr(masks_module, "IN_LOOP", -1.0)
     monkeypatch.setattr(masks_module, "time", clock := GrammarClock())
@@ -119,10 +143,11 @@ def test_a_grammar_that_becomes_slow_delays_others_once(monkeypatch: pytest.Monk
         fill_each(grammars, masks)
 
     thread, grammars = MaskThread(fill), [SlowGrammar(clock) for _ in range(4)]
-    for grammars[0].seconds in (0.0, 0.0, 1.0, 1.0, 1.0):
+    for each in milliseconds:
+        grammars[0].seconds = each / 1000
         make(thread, *grammars)
     thread.close()
-    assert batches == [4, 4, 3]
+    assert batches == sizes
 
 
 def test_it_ends_without_having_made_anything() -> None:
