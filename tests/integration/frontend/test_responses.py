@@ -249,6 +249,7 @@ BAD: list[dict[str, Any]] = [
     {"input": "word " * CONTEXT},
     {"max_output_tokens": CONTEXT},
     {"text": {"format": {"type": "json_schema"}}},
+    {"text": {"format": {"type": "json_object"}}, "ignore_eos": True},
 ]
 
 
@@ -257,7 +258,7 @@ def test_bad_field_is_refused(frontend: Frontend, scheduler: ScriptedScheduler, 
     response = frontend.post(PATH, {"model": "demo", "input": "Hi", **fields})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert error["param"] == next(iter(fields))
+    assert (error["param"], "response_format" in error["message"]) == (next(iter(fields)), False)
     assert ("file_id" in str(fields)) == ("file_id: this field is not supported here" in error["message"])
     assert scheduler.requests == []
 
