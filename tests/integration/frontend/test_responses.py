@@ -12,15 +12,7 @@ from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind
 from services.frontend.responses_api.responses import InputItemList, ResponseObject
 from tests.integration.frontend.declared import strict
-from tests.integration.frontend.scripted import (
-    CONTEXT,
-    Frontend,
-    ScriptedScheduler,
-    answering,
-    ids_of,
-    prompt_of,
-    scripted,
-)
+from tests.integration.frontend.scripted import Frontend, ScriptedScheduler, answering, ids_of, prompt_of, scripted
 
 PATH = "/v1/responses"
 TOOL: Any = {
@@ -246,8 +238,8 @@ BAD: list[dict[str, Any]] = [
     {"temperature": 3},
     {"max_output_tokens": 0},
     {"text": {"format": {"type": "grammar"}}},
-    {"input": "word " * CONTEXT},
-    {"max_output_tokens": CONTEXT},
+    {"input": "word " * 5000},
+    {"max_output_tokens": 5000},
     {"text": {"format": {"type": "json_schema"}}},
     {"text": {"format": {"type": "json_object"}}, "ignore_eos": True},
 ]
