@@ -101,8 +101,7 @@ class LogprobQueue:
 
 
 def completion_json(positions: list[Any]) -> responses.CompletionLogprobs:
-    """Return the columns of a completion's `logprobs`, of at least one `CompletionPosition`. `top_logprobs` includes
-    the token itself."""
+    """Return the columns of a `CompletionPosition`, or several. `top_logprobs` includes the token itself."""
     tokens, values, top, offsets = map(list, zip(*positions, strict=True))
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 

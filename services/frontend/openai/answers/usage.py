@@ -45,7 +45,7 @@ class ReasoningCounter:
     count_tokens: Callable[[str], int]
     """Returns the number of tokens of a text."""
     num_tokens: int = 0
-    """Of what is counted: all reasoning of the choices that have ended."""
+    """Tokens that are counted: all of the choices that have ended."""
     _waiting: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
     """By choice: reasoning whose tokens are not counted yet."""
 

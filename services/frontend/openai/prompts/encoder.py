@@ -25,7 +25,6 @@ from services.frontend.templates.jobs import Conversation
 from services.frontend.text.tokenizer import CutSide, Tokenizer
 
 T = TypeVar("T")
-
 LARGE = 262_144
 """Characters from which a text is encoded on the thread for large texts, so that small ones do not wait for it."""
 MAX_CHARS = 2_097_152
