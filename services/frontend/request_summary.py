@@ -45,7 +45,6 @@ class RequestSummary:
     """Longest time from admission to the first step of a choice, seconds."""
     first_token: float | None = None
     """Time to the first token of any choice, seconds."""
-
     engines: Sequence[str] = ()
     """Names of the engines that it was placed on, if there are several."""
     params: SamplingParams | None = None

@@ -33,7 +33,6 @@ class EngineStatistics(Collector):
     def __init__(self, engine: EngineClient, labels: tuple[str, str]) -> None:
         """`labels`: of the metrics of this frontend."""
         self._engine = engine
-        self._labels = labels
         self._named = dict(zip(LABELS, labels, strict=True))
         self._release = {"version": release.version()}
 
@@ -96,7 +95,7 @@ class EngineStatistics(Collector):
             for decision, name, text in DECISIONS
         }
         for (decision, engine, reason), count in self._engine.owners.decisions.items():
-            families[decision].add_metric((self._labels[0], engine, reason), count)
+            families[decision].add_metric((self._named["model_name"], engine, reason), count)
         yield from families.values()
 
     def _about_adapters(self, families: "_Families") -> None:

@@ -30,8 +30,8 @@ class PlacementStarted(msgspec.Struct, frozen=True, tag="started"):
 
 
 def recorded(kind: str) -> Callable[[Input[P, R]], Input[P, R]]:
-    """Decorate an input of the core. A call is recorded as an event, whose fields are the arguments; the decisions that
-    it returns follow."""
+    """Decorate an input of the core. A call is recorded as an event, whose fields are the arguments, with their names
+    also in the file; the decisions that it returns follow."""
 
     def decorate(method: Input[P, R]) -> Input[P, R]:
         _, *given = signature(method).parameters.values()

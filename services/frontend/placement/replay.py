@@ -1,10 +1,8 @@
 """Replay of a recording of the placement core."""
 
-import functools
-import operator
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 from msgspec.structs import astuple
@@ -13,7 +11,7 @@ from services.frontend.placement.decisions import Decision, LoadAhead, Move
 from services.frontend.placement.placement import Placement
 from services.frontend.placement.records import INPUTS, PlacementStarted, Record
 
-_KINDS: Any = functools.reduce(operator.or_, INPUTS, PlacementStarted | Decision | Move | LoadAhead)
+_KINDS: Any = Union[PlacementStarted, Decision, Move, LoadAhead, *INPUTS]
 decode_record: Callable[[bytes], Record] = msgspec.json.Decoder(_KINDS).decode
 """Raises: msgspec.MsgspecError, if a line is no record"""
 

@@ -103,6 +103,7 @@ class ResponseEvents(ChoiceWriter):
         events = self._items.push(parsed)
         if is_last:
             self._finish = chunk.finish
+            self._reasoning.end()
             events += self._items.end("incomplete" if chunk.finish == "length" else "completed")
         return events
 
@@ -131,7 +132,7 @@ class ResponseEvents(ChoiceWriter):
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": self.usage.num_cached or 0, "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning.total()},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning.num_tokens},
             "total_tokens": counted["total_tokens"],
         }
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ async def create(http: HTTPRequest, context: Context) -> Response:
         return await _create(http, context)
     except APIError as error:
         error.param = _FIELDS.get(error.param or "", error.param)
-        error.message = error.message.replace("response_format.json_schema", "text.format")
+        error.message = re.sub(r"response_format(\.json_schema)?", "text.format", error.message)
         raise
 
 

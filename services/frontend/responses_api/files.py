@@ -71,8 +71,6 @@ class Orphan:
 
 GoOn = Callable[[Orphan], None]
 """Starts the run of a response from its orphan, or ends it. Raises: APIError, if neither can be done now"""
-
-
 Stored = response_file.FileContent | Run
 """A stored response, which clients may continue by `previous_response_id`. One that was created with `background` is a
 run, which may grow."""

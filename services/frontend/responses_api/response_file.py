@@ -25,8 +25,6 @@ log = logging.getLogger("runahead.frontend")
 READ_SIZE = 1 << 20
 CANCEL = ".cancel"
 """End of the name of a file that says that a response is to be cancelled."""
-
-
 ITEM_LIST: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 

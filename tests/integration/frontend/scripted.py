@@ -47,8 +47,6 @@ READY = EngineState(EnginePhase.READY, max_model_len=CONTEXT, vocab_size=VOCAB, 
 TOKENIZER = Tokenizer(DEMO_MODEL)
 
 Behaviour = Callable[[GenerateRequest], list[RequestOutputs]]
-
-
 SMALL_BUFFERS = """
 import contextlib, socket
 from services.frontend import service

@@ -111,8 +111,7 @@ SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     """Draw the required fields and up to eight more; most values are sensible."""
-    name = PATHS[path].__name__
-    fields = schemas()[name]
+    fields = schemas()[PATHS[path].__name__]
     chosen = draw(st.lists(st.sampled_from(sorted(fields["properties"])), max_size=8, unique=True))
     nonsense = draw(st.integers(0, 3)) == 0
     body = {}

@@ -12,15 +12,7 @@ from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind
 from services.frontend.responses_api.responses import InputItemList, ResponseObject
 from tests.integration.frontend.declared import strict
-from tests.integration.frontend.scripted import (
-    CONTEXT,
-    Frontend,
-    ScriptedScheduler,
-    answering,
-    ids_of,
-    prompt_of,
-    scripted,
-)
+from tests.integration.frontend.scripted import Frontend, ScriptedScheduler, answering, ids_of, prompt_of, scripted
 
 PATH = "/v1/responses"
 TOOL: Any = {
@@ -246,9 +238,10 @@ BAD: list[dict[str, Any]] = [
     {"temperature": 3},
     {"max_output_tokens": 0},
     {"text": {"format": {"type": "grammar"}}},
-    {"input": "word " * CONTEXT},
-    {"max_output_tokens": CONTEXT},
+    {"input": "word " * 5000},
+    {"max_output_tokens": 5000},
     {"text": {"format": {"type": "json_schema"}}},
+    {"text": {"format": {"type": "json_object"}}, "ignore_eos": True},
 ]
 
 
@@ -257,7 +250,7 @@ def test_bad_field_is_refused(frontend: Frontend, scheduler: ScriptedScheduler, 
     response = frontend.post(PATH, {"model": "demo", "input": "Hi", **fields})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert error["param"] == next(iter(fields))
+    assert (error["param"], "response_format" in error["message"]) == (next(iter(fields)), False)
     assert ("file_id" in str(fields)) == ("file_id: this field is not supported here" in error["message"])
     assert scheduler.requests == []
 

@@ -3,12 +3,13 @@ streams; answers that are sent as a whole are collected here."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
 
-from services.frontend.openai.schemas.responses import FinishName
+from services.frontend.openai.schemas.responses import FinishName, PositionLogprobs
 
-ScoredPosition = Any
-"""Log-probabilities at one position, as `LogprobFormatter.position` of the dialect returns them."""
+CompletionPosition = tuple[str, float | None, dict[str, float] | None, int]
+"""Token, its log-probability, `top_logprobs` and `text_offset`; without the two values for the first of a prompt."""
+ScoredPosition = CompletionPosition | PositionLogprobs
+"""Log-probabilities at one position, as the answer has them; all of one answer are of the same kind."""
 
 
 @dataclass(slots=True)

@@ -112,14 +112,14 @@ class ChatDialect:
         return answer
 
     def counted(self, usage: responses.Usage) -> responses.Usage:
-        num_reasoning = self.reasoning.total()
-        if self.output.start is not None or num_reasoning:
-            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        if self.output.start is not None or self.reasoning.num_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning.num_tokens}
         return usage
 
     def choice(self, index: int, whole: Chunk) -> responses.ChatChoice:
         parser = AnswerParser(self.output, eager=False)
         delta = self._parsed(index, parser.push(whole.text, is_last=True))
+        self.reasoning.end(index)
         content, reasons = self.beginning + (delta.get("content") or ""), self.output.start is not None
         message: responses.ChatMessage = {"role": self.role, "content": content, "refusal": None}
         if calls := delta.get("tool_calls"):
@@ -152,6 +152,8 @@ class ChatDialect:
         if parser is None:
             parser = self._parsers[index] = AnswerParser(self.output, eager=True)
         delta = self._parsed(index, parser.push(chunk.text, is_last=chunk.finish is not None))
+        if chunk.finish is not None:
+            self.reasoning.end(index)
         if not delta and chunk.is_text_only:
             return []
         return [self._delta(index, chunk, delta, self._finish(chunk, parser))]

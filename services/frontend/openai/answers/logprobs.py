@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from services.frontend.engine.streams import RawLogprobs
 from services.frontend.openai.answers.chunk import ScoredPosition
@@ -31,12 +32,12 @@ class LogprobFormatter:
         Args:
             offset: characters before the token in the answer's text.
         """
-        texts = [*map(self._text, logprobs.token_ids)]
         values = [max(value, IMPOSSIBLE) for value in logprobs.values]
+        token, *others = zip(map(self._text, logprobs.token_ids), values, strict=True)
         top: dict[str, float] = {}
-        for text, value in zip([*texts[1:], texts[0]], [*values[1:], values[0]], strict=True):
+        for text, value in (*others, token):
             top.setdefault(text, value)  # of equal texts, the most likely token stays
-        return texts[0], values[0], top, offset
+        return *token, top, offset
 
     def prompt(self, prompt: Prompt) -> list[ScoredPosition]:
         """Return the positions of a prompt's text for `echo`; the prompt's first token has no log-probability."""
@@ -99,11 +100,11 @@ class LogprobQueue:
             yield self._held.popleft()[1]
 
 
-def completion_json(positions: list[ScoredPosition]) -> responses.CompletionLogprobs:
-    """Return the columns of a completion's `logprobs`. `top_logprobs` includes the token itself."""
+def completion_json(positions: list[Any]) -> responses.CompletionLogprobs:
+    """Return the columns of a `CompletionPosition`, or several. `top_logprobs` includes the token itself."""
     tokens, values, top, offsets = map(list, zip(*positions, strict=True))
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
-def chat_json(positions: list[ScoredPosition]) -> responses.ChatLogprobs:
+def chat_json(positions: list[Any]) -> responses.ChatLogprobs:
     return {"content": positions, "refusal": None}

@@ -44,16 +44,19 @@ class ReasoningCounter:
 
     count_tokens: Callable[[str], int]
     """Returns the number of tokens of a text."""
+    num_tokens: int = 0
+    """Tokens that are counted: all of the choices that have ended."""
     _waiting: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
     """By choice: reasoning whose tokens are not counted yet."""
-    _counted: int = 0
 
     def add(self, text: str, choice: int = 0) -> None:
         waiting = self._waiting[choice] + text
         end = len(waiting) // COUNTED_AT_ONCE * COUNTED_AT_ONCE
         self._waiting[choice] = waiting[end:]
         for at in range(0, end, COUNTED_AT_ONCE):
-            self._counted += self.count_tokens(waiting[at : at + COUNTED_AT_ONCE])
+            self.num_tokens += self.count_tokens(waiting[at : at + COUNTED_AT_ONCE])
 
-    def total(self) -> int:
-        return self._counted + sum(map(self.count_tokens, filter(None, self._waiting.values())))
+    def end(self, choice: int = 0) -> None:
+        """Count the rest of a choice that has ended."""
+        if waiting := self._waiting.pop(choice, ""):
+            self.num_tokens += self.count_tokens(waiting)

@@ -25,11 +25,8 @@ from services.frontend.templates.jobs import Conversation
 from services.frontend.text.tokenizer import CutSide, Tokenizer
 
 T = TypeVar("T")
-
 LARGE = 262_144
 """Characters from which a text is encoded on the thread for large texts, so that small ones do not wait for it."""
-
-
 MAX_CHARS = 2_097_152
 """Longest text that is encoded. The tokenizer takes up to 180 bytes of memory per character and cannot be stopped."""
 

@@ -7,6 +7,7 @@ import pytest
 from services.frontend.engine import placement_recording
 from services.frontend.engine.placement_recording import PlacementRecording, read_recordings
 from services.frontend.placement import Placement
+from services.frontend.placement.records import INPUTS
 from services.frontend.placement.replay import first_difference
 from tests.unit.frontend.placement.world import prompt, report
 
@@ -60,3 +61,12 @@ def test_two_frontends_do_not_share_a_file(tmp_path: Path) -> None:
         PlacementRecording(str(tmp_path / "placement"))
     first.close()
     PlacementRecording(str(tmp_path / "placement")).close()
+
+
+def test_events_have_the_fields_of_earlier_recordings() -> None:
+    kinds = [(kind.__struct_config__.tag, *kind.__struct_fields__) for kind in INPUTS]
+    assert "; ".join(" ".join(map(str, names)) for names in kinds) == (
+        "advanced now; engine name report; engine_removed name; blocks_stored name block_names; "
+        "blocks_removed name block_names; blocks_cleared name; refusals_forgotten name; ended key; "
+        "request key num_tokens names identity_required refused for_good; moves_requested; prefilled key"
+    )

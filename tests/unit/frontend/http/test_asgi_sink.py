@@ -27,13 +27,12 @@ async def test_writes_while_a_message_is_sent_are_joined_and_all_are_sent() -> N
     server = SlowServer()
     server.allowed.release()
     async with ASGISink.open(server.send) as sink:
-        write = sink.write
-        write(b"a")
+        sink.write(b"a")
         await turns(5)
-        write(b"b")
+        sink.write(b"b")
         await turns(5)
-        write(b"c")
-        write(b"d")
+        sink.write(b"c")
+        sink.write(b"d")
         server.allowed.release()
         server.allowed.release()
     assert server.bodies == [b"a", b"b", b"cd"]

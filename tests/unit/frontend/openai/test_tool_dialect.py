@@ -92,8 +92,10 @@ def test_tokens_of_reasoning_are_counted_while_it_is_streamed() -> None:
             streaming.deltas(choice, Chunk("ab"[choice]))
         response.push(Chunk("a"))
     assert counted == [text * COUNTED_AT_ONCE for text in "aba"] * 3
+    streaming.deltas(0, Chunk("rest", finish="stop"))
+    assert counted.pop() == "rest"
     usage: Usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-    assert streaming.counted(usage)["completion_tokens_details"] == {"reasoning_tokens": 6 * COUNTED_AT_ONCE}
+    assert streaming.counted(usage)["completion_tokens_details"] == {"reasoning_tokens": 6 * COUNTED_AT_ONCE + 4}
     response.push(Chunk("", finish="stop"))
     assert response.to_json()["usage"]["output_tokens_details"] == {"reasoning_tokens": 3 * COUNTED_AT_ONCE}
 

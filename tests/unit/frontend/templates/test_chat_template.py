@@ -188,11 +188,10 @@ def test_renderer_that_was_killed_while_idle_is_replaced() -> None:
     others = set(psutil.Process().children())
     renderer = Renderer(TemplateSources("{{ messages[0].role }}", None, {}))
     (process,) = set(psutil.Process().children()) - others
-    job = Conversation(MESSAGES)
-    assert renderer.render(job) == Rendered("system")
+    assert renderer.render(Conversation(MESSAGES)) == Rendered("system")
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert renderer.render(job) == Rendered("system")
+    assert renderer.render(Conversation(MESSAGES)) == Rendered("system")
 
 
 def test_conversations_of_many_threads_do_not_mix() -> None:
