@@ -80,8 +80,6 @@ class DeferredMasks:
             if late[row]:
                 if whole:
                     return None
-            elif used[row] and self.epoch.slots.request(slot).mask_ticket:
-                continue  # they are being made; this may be looked at several times
             elif (masks := self.row_masks(slot, step.drafts.item(row), used[row])) is not None:
                 parts[slot] = masks[:most]
         if not parts or (whole and len(parts) < len(unmasked)):
