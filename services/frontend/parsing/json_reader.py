@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
+from services.frontend.json_text import MAX_DEPTH
 from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer, read_whole
 
-MAX_DEPTH = 128
 MAX_NUMBER = 1024
 """Characters."""
 
