@@ -45,15 +45,10 @@ def keys(seeds: NDArray[np.uint64], positions: NDArray[Any]) -> tuple[U32, U32]:
 
 def bits(key0: U32, key1: U32, tokens: NDArray[Any]) -> U32:
     """Return uint32[rows, tokens]: one word for each pair."""
-    return _words(key0[:, None], key1[:, None], tokens[None, :])
-
-
-def _words(key0: U32, key1: U32, tokens: NDArray[Any]) -> U32:
-    """Return one word for each element of the arguments, which are broadcast to one shape."""
-    x = tokens.astype(np.uint32) * np.uint32(PRIME) + key0
+    x = tokens.astype(np.uint32) * np.uint32(PRIME) + key0[:, None]
     x ^= x >> np.uint32(16)
     x *= np.uint32(MIX_A)
-    x ^= key1
+    x ^= key1[:, None]
     x ^= x >> np.uint32(15)
     x *= np.uint32(MIX_B)
     x ^= x >> np.uint32(16)
@@ -67,19 +62,7 @@ def uniform(words: U32) -> NDArray[np.float32]:
 
 def gumbel(seeds: NDArray[np.uint64], positions: NDArray[Any], tokens: NDArray[Any]) -> NDArray[np.float32]:
     """Return float32[rows, tokens] standard Gumbel noise: argmax(logits + noise) samples from softmax(logits)."""
-    return _gumbel(bits(*keys(seeds, positions), tokens))
-
-
-def gumbel_pairs(
-    seeds: NDArray[np.uint64], positions: NDArray[Any], rows: NDArray[np.int64], tokens: NDArray[Any]
-) -> NDArray[np.float32]:
-    """Return float32[pairs]: the noise of `gumbel` at (rows[i], tokens[i]) only."""
-    key0, key1 = keys(seeds, positions)
-    return _gumbel(_words(key0[rows], key1[rows], tokens))
-
-
-def _gumbel(words: U32) -> NDArray[np.float32]:
-    noise = uniform(words)
+    noise = uniform(bits(*keys(seeds, positions), tokens))
     np.log(noise, out=noise)
     np.negative(noise, out=noise)
     np.log(noise, out=noise)

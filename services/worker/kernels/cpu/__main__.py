@@ -56,9 +56,10 @@ KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
 ]
 """Each kernel with the arguments of its variants."""
 if TILES in FEATURES:
-    from services.worker.kernels.cpu.compiled.tile_product import tile_product_kernel
+    from services.worker.kernels.cpu.compiled.tile_product import decoder, tile_product_kernel
 
     KERNELS.insert(0, (tile_product_kernel, [(False, 1), (True, 1)]))
+    KERNELS.extend((decoder, [(KINDS.index(name),)]) for name in COMMON)
 elif PAIRS in FEATURES:
     from services.worker.kernels.cpu.compiled.pair_product import pair_product_kernel
 

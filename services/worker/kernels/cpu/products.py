@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from services.worker.kernels.cpu.compiled import coded_product, pair_product, product, tile_product
+from services.worker.kernels.cpu.compiled.block_formats import KINDS
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.panels import OUTPUTS, PAIRED, format_address
 from services.worker.kernels.cpu.thread_team import Kernel
@@ -55,15 +56,17 @@ class PanelProduct(Linear):
 
 def _kernel_of(panels: PackedRows, own: str | None, wide: bool) -> tuple[Kernel, int, int, tuple[int, ...]]:
     """Return the kernel for a layout, outputs and rows of one of its items, and arguments that others do not have."""
-    inputs, coded = panels.inputs, (format_address(panels), int(own is not None))
+    inputs = panels.inputs
     if panels.layout == FLOAT32:
         kernel = product.product_kernel(wide, panels.memory.dtype == torch.bfloat16, inputs)
         return kernel, product.BLOCK, product.WIDE_CHUNK if wide else product.CHUNK, ()
     if own == TILES:
         kernel = tile_product.tile_product_kernel(panels.layout != PAIRED, inputs)
-        return kernel, tile_product.BLOCK, tile_product.CHUNK, coded
+        decoder = tile_product.decoder(KINDS.index(panels.layout)) if panels.layout in KINDS else 0
+        return kernel, tile_product.BLOCK, tile_product.CHUNK, (format_address(panels), decoder)
     if panels.layout == PAIRED:
         return pair_product.pair_product_kernel(inputs), pair_product.BLOCK, pair_product.CHUNK, ()
+    coded = format_address(panels), int(own is not None)
     return coded_product.coded_product_kernel(inputs), coded_product.BLOCK, coded_product.CHUNK, coded
 
 

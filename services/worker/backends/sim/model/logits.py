@@ -1,21 +1,20 @@
 """The simulated model: a logits row that is a function of the hash of everything before it.
 
 Each row has one top token, which is known without computing the row, and a long tail shaped like natural text: the
-weights of the other tokens fall off as one over their place in the order. So greedy decoding is cheap and sampling has
-real entropy.
+weights of the other tokens fall off as one over their place in the order. The place of a token is its id xor a number
+of the row, so that the first of many allowed tokens is found from the words of a bitmask. So greedy decoding is cheap,
+with grammars too, and sampling has real entropy.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.sampling.noise import gumbel, gumbel_pairs
-
 F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
 U64 = NDArray[np.uint64]
 EOS_EVERY = 64
 """One row in this many has an EOS token as its top token, if the model has one."""
-ROW = 0xFFFFFFFF
-"""Position in the noise that is used for logits; no token has it."""
+WORD = np.arange(32, dtype=np.int32)
 
 
 def scramble(x: U64) -> U64:
@@ -25,25 +24,19 @@ def scramble(x: U64) -> U64:
     return x ^ (x >> np.uint64(31))
 
 
-def set_bits(masks: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the row and the number of every set bit of int32[rows, words]: int64[bits] each, ascending by row and bit.
-
-    A word without set bits costs one comparison, not 32.
-    """
-    words = np.flatnonzero(masks)
-    octets = masks.reshape(-1)[words].view(np.uint8)
-    at = np.flatnonzero(np.unpackbits(octets, bitorder="little").view(np.bool_))
-    rows, word = np.divmod(words, masks.shape[1])
-    return rows[at >> 5], word[at >> 5] * 32 + (at & 31)
-
-
 class Logits:
-    """Logits of a model with `vocab_size` tokens, of which `eos_token_ids` end a text."""
+    """Logits of a model with `vocab_size` tokens, of which `eos_token_ids` end a text.
+
+    Logits of different places differ for vocabularies of at most 2**19 tokens.
+    """
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self.vocab_size = vocab_size
         self._eos = np.array([token for token in eos_token_ids if token < vocab_size], np.int64)
-        self._ceiling = np.float32(np.log(vocab_size) + 1)
+        self._tokens = np.arange(vocab_size)
+        places = np.arange(max(32, 1 << (vocab_size - 1).bit_length()))
+        self._at_place = np.log(vocab_size / (places + 1)).astype(np.float32)
+        self._of_top = self._at_place[0] + np.float32(1.5)
 
     def top(self, hashes: U64) -> NDArray[np.int32]:
         """Return int32[rows]: the argmax of each row, without computing the row."""
@@ -57,50 +50,27 @@ class Logits:
 
     def rows(self, hashes: U64) -> F32:
         """Return float32[rows, vocab]."""
-        rows = gumbel(scramble(hashes), np.full(len(hashes), ROW, np.uint32), np.arange(self.vocab_size))
-        np.minimum(rows, self._ceiling, out=rows)
-        rows[np.arange(len(rows)), self.top(hashes)] = self._ceiling + np.float32(0.5)
+        rows = self._at_place[self._firsts(hashes) ^ self._tokens]
+        rows[np.arange(len(rows)), self.top(hashes)] = self._of_top
         return rows
 
-    def row(self, hashes: U64, only: NDArray[np.int64] | None = None) -> F32:
-        """Return float32[vocab] for uint64[1] hashes. With `only`, other tokens are minus infinity and cost nothing."""
-        if only is None:
-            return self.rows(hashes)[0]
-        row = np.full(self.vocab_size, -np.inf, np.float32)
-        row[only] = gumbel(scramble(hashes), np.full(1, ROW, np.uint32), only)[0]
-        np.minimum(row, self._ceiling, out=row)
-        top = self.top(hashes)[0]
-        if row[top] > -np.inf:
-            row[top] = self._ceiling + np.float32(0.5)
-        return row
-
-    def greatest(self, hashes: U64, masks: NDArray[np.int32]) -> NDArray[np.int32]:
+    def greatest(self, hashes: U64, masks: I32) -> I32:
         """Return int32[rows]: the argmax of each row among the tokens whose bit is set in `masks`; 0 if none is set.
 
-        The masks must not allow a row's top token. Several rows with few tokens cost about as much as one.
+        The masks must not allow a row's top token.
 
         Args:
             masks: int32[rows, ceil(vocab / 32)].
         """
-        rows, tokens = set_bits(masks)
-        if self.vocab_size % 32:
-            inside = tokens < self.vocab_size
-            rows, tokens = rows[inside], tokens[inside]
-        found = np.zeros(len(hashes), np.int32)
-        if len(rows):
-            noise = gumbel_pairs(scramble(hashes), np.full(len(hashes), ROW, np.uint32), rows, tokens)
-            np.minimum(noise, self._ceiling, out=noise)
-            starts = _firsts(rows)
-            best = np.repeat(np.maximum.reduceat(noise, starts), np.diff(starts, append=len(rows)))
-            winners = np.flatnonzero(noise == best)
-            first = winners[_firsts(rows[winners])]  # among equal ones the lowest id
-            found[rows[first]] = tokens[first]
-        return found
+        if beyond := self.vocab_size % 32:
+            masks = masks.copy()
+            masks[:, -1] &= (1 << beyond) - 1
+        firsts, numbers = self._firsts(hashes).astype(np.int32), np.arange(masks.shape[1], dtype=np.int32)
+        words = np.where(masks, firsts >> 5 ^ numbers, len(self._at_place)).argmin(axis=1)
+        allowed = np.take_along_axis(masks, words[:, None], axis=1) >> WORD & 1
+        bits = np.where(allowed, firsts & 31 ^ WORD, 32).argmin(axis=1)
+        return (words * 32 + bits).astype(np.int32)
 
-
-def _firsts(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each run of equal numbers begins. `rows` must not be empty."""
-    new = np.empty(len(rows), np.bool_)
-    new[0] = True
-    np.not_equal(rows[1:], rows[:-1], out=new[1:])
-    return np.flatnonzero(new)
+    def _firsts(self, hashes: U64) -> NDArray[np.int64]:
+        """Return int64[rows, 1]: the number of each row, which would be its token in the first place."""
+        return (scramble(scramble(hashes)) % np.uint64(len(self._at_place))).astype(np.int64)[:, None]

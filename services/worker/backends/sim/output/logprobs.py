@@ -59,7 +59,7 @@ def _scored(
 ) -> Iterator[LogprobRows]:
     """Yield the log-probabilities of the tokens of a slot from the position `first` on."""
     for position, token in enumerate(tokens.tolist(), first):
-        row = logits.row(oracle.chain[slot, position : position + 1])
+        row = logits.rows(oracle.chain[slot, position : position + 1])[0]
         rank, ids, values = logprobs_of(row, token, alternatives)
         slots, positions, counts, ranks = np.array([[slot], [position], [len(ids)], [rank]], np.int32)
         yield LogprobRows(slots, positions, counts, ranks, ids, values)

@@ -12,7 +12,7 @@ from services.worker.backends.sim.model.logits import Logits
 from services.worker.backends.sim.model.oracle import Oracle
 from services.worker.backends.sim.sampling.parameters import RowParameters, RowRules
 from services.worker.batch.slots import I32
-from services.worker.sampling.reference import GREEDY_BELOW, adjusted, allowed_by, sample_row
+from services.worker.sampling.reference import GREEDY_BELOW, adjusted, apply_bitmask, sample_row
 
 NO_POINTS = np.empty(0, np.int32)
 NO_MASKS = NO_POINTS.reshape(0, 0)
@@ -82,12 +82,13 @@ class SimSampler:
         self, points: SamplingPoints, i: int, parameters: RowParameters, mask: I32 | None, proposed: I32 | None
     ) -> int:
         row, position, c = int(points.sampled_rows[i]), points.positions[i], parameters
-        only = None if mask is None else np.flatnonzero(allowed_by(mask, self.logits.vocab_size))
-        logits = self.logits.row(points.hashes[i : i + 1], only)
+        logits = self.logits.rows(points.hashes[i : i + 1])[0]
         if (rules := c.rules.get(row)) is not None:
             tokens = self._tokens_before(int(points.slots[i]), int(position), proposed)
             prompt, output = tokens[: rules.num_prompt], tokens[rules.num_prompt :]
             logits = adjusted(logits, rules.params, prompt, output, mask)
+        elif mask is not None:
+            apply_bitmask(logits, mask)
         draw = c.temperature[row], c.min_p[row], c.top_k[row], c.top_p[row], c.seed[row], position
         return sample_row(logits, *(value.item() for value in draw))
 

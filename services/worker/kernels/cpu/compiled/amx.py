@@ -44,7 +44,9 @@ def _load_configuration(builder: Any, address: Any) -> None:
 
 release = _on_tiles("tilerelease")
 zero_0, zero_1, zero_2, zero_3 = (_on_tiles(f"tilezero %tmm{n}") for n in range(4))
-load_4, load_5, load_6, load_7 = (_on_memory(f"tileloadd ($0,$1,1), %tmm{n}") for n in range(4, 8))
+load_0, load_1, load_2, load_3, load_4, load_5, load_6, load_7 = (
+    _on_memory(f"tileloadd ($0,$1,1), %tmm{n}") for n in range(8)
+)
 store_0, store_1, store_2, store_3 = (_on_memory(f"tilestored %tmm{n}, ($0,$1,1)") for n in range(4))
 multiply_0, multiply_1, multiply_2, multiply_3 = (
     _on_tiles(f"tdpbf16ps %tmm{6 + n % 2}, %tmm{4 + n // 2}, %tmm{n}") for n in range(4)

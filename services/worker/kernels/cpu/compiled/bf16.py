@@ -12,18 +12,28 @@ from numba import njit
 from numba.core import cgutils, types
 
 from services.worker.kernels.cpu.compiled import simd
-from services.worker.kernels.cpu.compiled.block_formats import QUADS
+from services.worker.kernels.cpu.compiled.block_formats import (
+    FORMATS,
+    KINDS,
+    PANELS,
+    SPAN,
+    block_scale,
+    code_words,
+    group_factor,
+    step_minima,
+)
 from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store, times
-from services.worker.kernels.cpu.compiled.intrinsics import emits
-from services.worker.kernels.cpu.compiled.simd import I16, I32, VF, VI, spread
+from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
+from services.worker.kernels.cpu.compiled.raw import prefetch_line
+from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, VF, VI, spread
 
-PANELS = 4
-"""Panels that rows are multiplied with."""
 ROWS = 6
 """Largest number of rows that are multiplied together: 24 sums, four weights and one pair of inputs fit into 32
 registers."""
 WORDS = 64
 """Bytes of the weights of two inputs of a panel: sixteen words of two bfloat16."""
+STEP_BYTES = 16 * WORDS
+"""Bytes of the weights of a step of a panel."""
 WIDTH = 2 * simd.LANES
 """Outputs that are stored together."""
 _HALVES = ir.VectorType(I16, 32)
@@ -42,10 +52,15 @@ def store_bf16x32(builder: Any, address: Any, first: Any, second: Any) -> None:
 
 
 def _paired(builder: Any, even: Any, odd: Any) -> Any:
-    """Two vectors rounded to bfloat16, in pairs: number i of `even` beside number i of `odd`."""
-    rounded = _rounded(builder, even, odd)
-    order = [number // 2 + number % 2 * 16 for number in range(32)]
-    return builder.shuffle_vector(rounded, rounded, ir.Constant(ir.VectorType(I32, 32), order))
+    """Two vectors rounded to bfloat16, in pairs: number i of `even` beside number i of `odd`.
+
+    With whole numbers, because `vcvtne2ps2bf16` and the shuffle after it take longer, as does the shuffle that LLVM
+    would choose. Ties are rounded up.
+    """
+    half, bits, upper = (ir.Constant(VI, [value] * simd.LANES) for value in (0x8000, 16, -0x10000))
+    low, high = (builder.add(builder.bitcast(some, VI), half) for some in (even, odd))
+    operands = [builder.lshr(low, bits), high, upper]
+    return builder.asm(ir.FunctionType(VI, [VI] * 3), "vpternlogd $$0xf8, $3, $2, $0", "=v,0,v,v", operands, False)
 
 
 @emits(types.void, *(types.int64,) * 7)
@@ -79,20 +94,51 @@ def dot_products(builder: Any, rows: Any, x: Any, stride: Any, weights: Any, ste
     for_each_size(builder, rows, range(1, ROWS + 1), multiply)
 
 
-@emits(types.void, *(types.int64,) * 4)
-def round_step(builder: Any, target: Any, numbers: Any, scale: Any, minimum: Any) -> None:
-    """Write the weights of a decoded step (`block_formats`) in bfloat16 pairs. All are addresses."""
-    scales, minima = load(builder, scale, VF), load(builder, minimum, VF)
-    bits = ir.Constant(VI, [16] * simd.LANES)
+@emits(types.void, CONSTANT, *(types.int64,) * 3)
+def _round_unit(builder: Any, kind: int, block: Any, unit: Any, target: Any) -> None:
+    """Write the weights of a unit of a block in bfloat16 pairs, each rounded twice: to float32 and from it. Begin to
+    read what is a span later. Addresses: `block`, `target`."""
+    name = KINDS[kind]
+    own, first = FORMATS[name], times(builder, unit, FORMATS[name].unit)
+    ahead = ir.Constant(I64, PANELS * own.bytes * SPAN // own.steps)
+    scale = builder.fmul(block_scale(builder, name, block), ir.Constant(VF, [2.0**-24] * simd.LANES))
+    for line in range(0, own.codes_at, 64):
+        prefetch_line(builder, moved(builder, builder.add(block, ahead), line))
+    zero = ir.Constant(VF, [-float(own.zero << 24)] * simd.LANES)
+    minima = [builder.fmul(scale, zero)] * own.unit
+    if own.has_minima:
+        minima = [step_minima(builder, name, block, moved(builder, first, step)) for step in range(own.unit)]
+    turns = own.turns // own.groups
+    for group in range(own.groups):
+        scales = [scale] * own.unit
+        for step in range(own.unit if own.multiplies else 0):
+            number = moved(builder, times(builder, moved(builder, first, step), own.groups), group)
+            scales[step] = builder.fmul(scale, builder.sitofp(group_factor(builder, name, block, number), VF))
+            if own.zero:
+                minima[step] = builder.fmul(scales[step], zero)
+        for index in range(group * turns, (group + 1) * turns):
+            for step, quad, words in code_words(builder, name, block, unit, ir.Constant(I64, index), ahead):
+                codes = [_byte(builder, words, byte) for byte in range(4)]
+                weights = [simd.build_fma(builder, code, scales[step], minima[step]) for code in codes]
+                for pair in range(2):
+                    place = moved(builder, target, step * STEP_BYTES + WORDS * (2 * (index + quad) + pair))
+                    store(builder, _paired(builder, *weights[2 * pair : 2 * pair + 2]), place, 64)
 
-    def weights(half: int, quad: int) -> list[Any]:
-        words = load(builder, moved(builder, numbers, WORDS * (half * QUADS + quad)), VI)
-        both = builder.ashr(builder.shl(words, bits), bits), builder.ashr(words, bits)
-        return [simd.build_fma(builder, builder.sitofp(some, VF), scales, minima) for some in both]
 
-    for quad in range(QUADS):
-        for number, both in enumerate(zip(weights(0, quad), weights(1, quad), strict=True)):
-            store(builder, _paired(builder, *both), moved(builder, target, WORDS * (2 * quad + number)), 2)
+def _byte(builder: Any, words: Any, number: int) -> Any:
+    """Return a byte of each word as float32, times 2**24: one shift less than the byte itself."""
+    bits, mask = (ir.Constant(VI, [value] * simd.LANES) for value in (24 - 8 * number, -(1 << 24)))
+    return builder.sitofp(builder.and_(builder.shl(words, bits), mask), VF)
+
+
+@njit(inline="always")
+def decode_steps(panel, first, steps, target, KIND, BLOCK_STEPS, BYTES, UNIT):  # type: ignore[no-untyped-def]
+    """Write `steps` steps of a panel of quantised weights, from `first` on, to bfloat16[steps, 16, 16, 2]: pairs of
+    inputs of sixteen outputs. The last four are the format's."""
+    for number in range(0, steps, UNIT):
+        step = first + number
+        block = panel + step // BLOCK_STEPS * (PANELS * BYTES)
+        _round_unit(KIND, block, step % BLOCK_STEPS // UNIT, target + number * STEP_BYTES)
 
 
 def _at(builder: Any, base: Any, distance: Any, number: int, offset: Any) -> Any:
