@@ -17,7 +17,7 @@ from protocol.block_names import NamedBlocks, extend_names, split_names
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.kv_groups import name_in_group
 from protocol.lora import LoRAAdapter
-from protocol.media import Media, distinct_tokens
+from protocol.media import Media
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
@@ -47,6 +47,7 @@ from services.worker.kv_memory import BlockNames
 from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.grammar import REFUSED, Automaton, Compilation, LateMasks
+from tests.simulation.hashing import distinct_tokens
 from tests.simulation.invariants import Checker, demand
 from tests.simulation.oracle import TORN, OracleWorker, always
 from tests.simulation.reference import HIDDEN_SIZE, ExpectedAnswer, reference

@@ -80,7 +80,7 @@ class ResultApplier:
         self.check(step, result, rows, drafts, live)
         all_used = has_all(live & (counts > 0))
         self.check_masks(step, rows if all_used else rows[(counts > 0) & current & (states != DROP)])
-        epoch.ledger.remove(step)
+        epoch.ledger.remove(step, all_current)
         if not all_used or len(rows) < len(step.slots):
             self._count_wasted(step, all_current)
         self.drafting.observe(step, result.drafted, counts, result.sampled)

@@ -79,7 +79,7 @@ class StepPlanner:
             budget.tokens, _limit(budget.prefill), budget.runner_reports, self.epoch.limits.encoder_budget
         )
         self.choose_running(choice, budget, view)
-        if choice.admitting:
+        if choice.admitting and len(view.waiting):
             self.admit_waiting(choice, budget, view.waiting)
         return self.commit(choice) if choice.slots else None
 
@@ -196,8 +196,8 @@ class StepPlanner:
     def register_known(self, rows: SlotIds, counts: Column) -> None:
         """Eager registration: chunks of known tokens enter the prefix cache with their dispatch."""
         slots = self.epoch.slots
-        chunk = (counts > 1) & ~slots.decoding(rows)
-        if has_any(chunk):
+        chunk = counts > 1
+        if has_any(chunk) and has_any(chunk := chunk & ~slots.decoding(rows)):
             rows = rows[chunk]
             self.epoch.kv.register(rows, np.minimum(slots.computed[rows] + counts[chunk], slots.tokens[rows]))
 

@@ -44,9 +44,10 @@ def test_all_pins_of_a_long_prefix_fit_into_one_message() -> None:
     core = EngineCore(Limits(4, 64, 64, 2**19, 4), ChunkedPolicy(), 1, 50)
     core.store.pins.are_kept = True
     names = [number.to_bytes(NAME_BYTES, "little") for number in range(2**18)]
+    for number in range(4):
+        core.prefix_cache.pin(f"pin {number}", "", names)
     with pytest.raises(PinRefused, match="unpin some first"):
-        for number in range(16):
-            core.prefix_cache.pin(f"pin {number}", "", names)
+        core.prefix_cache.pin("one more", "", names)
     [message] = core.dispatch()
     assert encode(message)
 
