@@ -319,6 +319,8 @@ class Checker:
         for slot in free:
             is_empty = s.owner[slot] is None and not tables[slot] and not states[slot]
             demand(is_empty, "slots", "{} is not empty", slot)
+        special = (s.constrained | s.pooling) & (s.state != FREE)
+        demand(s.num_special == special.sum(), "slots", "{} of {} are special", s.num_special, special.sum())
         for slot in running:
             request = s.request(slot)
             params, prompt = request.params, request.num_prompt_tokens

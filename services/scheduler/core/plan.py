@@ -311,8 +311,10 @@ class StepPlanner:
         np.maximum(drafts, 0, out=drafts)
         drafting = self.drafting if has_any(samples) else NO_DRAFTING
         proposes = drafting.length(int(np.count_nonzero(samples)))
-        masked_rows = indices(samples & s.constrained.take(slots))
-        masked = slots[masked_rows]
+        unmasked: dict[int, int] = {}
+        if s.num_special:
+            masked = indices(samples & s.constrained.take(slots))
+            unmasked = dict(zip(slots[masked].tolist(), masked.tolist(), strict=True))
         step = InflightStep(
             epoch.next_step,
             slots,
@@ -324,7 +326,7 @@ class StepPlanner:
             proposes,
             drafting.is_trial,
             drafting.rests,
-            dict(zip(masked.tolist(), masked_rows.tolist(), strict=True)),
+            unmasked,
         )
         plan = SchedulerOutput(
             epoch=epoch.number,
@@ -338,12 +340,12 @@ class StepPlanner:
             block_slots=pack(choice.block_slots.astype(np.int32)),
             block_ids=pack(choice.block_ids),
             released=pack(epoch.take_released()),
-            has_structured_output_requests=len(masked) > 0,
+            has_structured_output_requests=bool(unmasked),
             drafts=pack(drafts) if has_any(drafts) else b"",
             num_speculative_tokens=proposes,
             min_acceptance=drafting.min_acceptance if proposes else 0.0,
             report_times=self.store.observers.rank_times,
-            masked=pack(masked.astype(np.int32)),
+            masked=pack([*unmasked]),
             whole=epoch.kv.take_whole(),
             speculation_rests=step.rests,
             completes=epoch.kv.take_completed(epoch.limits.fetches_blocks),
