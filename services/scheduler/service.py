@@ -369,7 +369,6 @@ class Service:
                 self._cache_control.restore(pins, engine)
         else:
             engine.start_epoch(limits, policy, started.epoch)
-        engine.store.pins.are_kept = started.knows_pins
         if started.held is not None and (not c.record or c.record_tokens):  # no other contains their names
             engine.prefix_cache.adopt(started.held)
             pool = engine.epoch.kv.pool

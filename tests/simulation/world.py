@@ -21,7 +21,7 @@ from protocol.media import Media
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
-from protocol.steps import GrammarOutput, LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
+from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.drafting import NO_DRAFTING
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
@@ -608,6 +608,8 @@ class World:
         self._advance()
         self.worker.confirmed = self.checker.confirmed
         for message in self.engine.dispatch():
+            if isinstance(message, KeepPins):  # for the next scheduler
+                continue
             frame = encode(message)
             self._on_sent(frame)
             if isinstance(message, LoadBlocks):

@@ -44,8 +44,6 @@ class Pins:
     def __init__(self) -> None:
         self._pins: dict[str, Pin] = {}
         """In the order of their begin."""
-        self.are_kept = False
-        """True: the workers keep them for the next scheduler."""
         self._is_sent = True
 
     def __iter__(self) -> Iterator[Pin]:
@@ -81,8 +79,8 @@ class Pins:
         return pin
 
     def take_unsent(self) -> list[KeptPin] | None:
-        """Return all pins for the workers; None: they have them, or keep none."""
-        if self._is_sent or not self.are_kept:
+        """Return all pins for the workers; None: they have them."""
+        if self._is_sent:
             return None
         self._is_sent = True
         return [KeptPin(pin.id, pin.owner, b"".join(pin.names)) for pin in self]

@@ -114,11 +114,9 @@ class Epoch:
         kv_peers = tuple(rank.kv_peer for rank in self._loaded())
         kv_peers = kv_peers if all(kv_peers) else ()
         num_bytes = sum(rank.bytes_per_block for rank in self._loaded())
-        drops = all(rank.drops_blocks for rank in self._loaded())
-        knows_pins = all(rank.knows_pins for rank in self._loaded())
         pins = next((rank.pins for rank in self._loaded() if rank.pins is not None), None)
         sizes = self.limits(), self._loaded()[0]
-        return Started(self.id, peers, *sizes, held, kv_peers, num_bytes, drops, knows_pins, pins)
+        return Started(self.id, peers, *sizes, held, kv_peers, num_bytes, pins)
 
     def end(self, reason: str, now: float) -> list[Action]:
         """Send all ranks that are left back to registration."""

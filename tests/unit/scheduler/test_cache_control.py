@@ -31,7 +31,6 @@ def test_a_pin_that_cannot_be_read_ends_and_the_others_go_on() -> None:
 
 def test_workers_of_the_next_epoch_have_no_pin_that_was_removed_in_the_last_one() -> None:
     core = EngineCore(LIMITS, ChunkedPolicy(), 1, 50)
-    core.store.pins.are_kept = True
     core.prefix_cache.pin("first", "", [bytes(NAME_BYTES)])
     assert [*core.dispatch()] == [KeepPins(1, 4, [KeptPin("first", "", bytes(NAME_BYTES))])]
     core.prefix_cache.unpin("first")
@@ -42,7 +41,6 @@ def test_workers_of_the_next_epoch_have_no_pin_that_was_removed_in_the_last_one(
 
 def test_all_pins_of_a_long_prefix_fit_into_one_message() -> None:
     core = EngineCore(Limits(4, 64, 64, 2**19, 4), ChunkedPolicy(), 1, 50)
-    core.store.pins.are_kept = True
     names = [number.to_bytes(NAME_BYTES, "little") for number in range(2**18)]
     for number in range(4):
         core.prefix_cache.pin(f"pin {number}", "", names)
