@@ -27,7 +27,7 @@ from protocol.membership import (
     WorkerMessage,
 )
 from protocol.requests import EngineMessage, EnginePhase, EngineState
-from protocol.steps import StepFault
+from protocol.steps import KeepPins, KeptPin, StepFault
 from services.config import SchedulerConfig
 from services.scheduler.engine_state import StateReports
 from services.scheduler.membership import Action, Ended, FailRequests, News, Refuse, Send, Started, WorkerGroup
@@ -818,6 +818,19 @@ def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
     *_, started = g.send("ab", Ready(g.epoch))
     assert isinstance(started, Started)
     assert started.held == held(b4="p", b0="q"), "in the order of rank 0, and none beyond the cache"
+
+
+@pytest.mark.parametrize("epochs", [(7, 8), (8, 7), (None, 8), (8, None)])
+def test_the_latest_pins_go_on(epochs: tuple[int | None, int | None]) -> None:
+    """A worker that was a spare in the last epoch has those of the epoch before."""
+    g = registered("a", "b", tensor_parallel_size=2)
+    for name, epoch in zip("ab", epochs, strict=True):
+        pins = None if epoch is None else KeepPins(epoch, 16, [KeptPin(f"of {epoch}", "", bytes(NAME_BYTES))])
+        g.send(name, msgspec.structs.replace(LOADED, epoch=g.epoch, pins=pins))
+    *_, started = g.send("ab", Ready(g.epoch))
+    assert isinstance(started, Started)
+    assert started.pins is not None
+    assert started.pins.epoch == 8
 
 
 def test_the_test_step_takes_a_block_if_all_are_held() -> None:
