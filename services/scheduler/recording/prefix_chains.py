@@ -21,7 +21,7 @@ from services.scheduler.core.slots import Column, SlotIds
 _ID_BYTES = 8
 
 
-class _Chain(NamedTuple):
+class _BlockChain(NamedTuple):
     """Names of the full blocks of one request, and what they depend on besides its tokens."""
 
     names: list[bytes]
@@ -33,20 +33,20 @@ class PrefixChains:
     def __init__(self, limits: Limits) -> None:
         self._keyed = blake2b(key=os.urandom(32), digest_size=_ID_BYTES)
         """The hash function with its key. A copy costs less than another one with the same key."""
-        self._chains: dict[RequestKey, _Chain] = {}
+        self._chains: dict[RequestKey, _BlockChain] = {}
         self.start_epoch(limits)
 
     def start_epoch(self, limits: Limits) -> None:
         """Start without slots. Blocks have the same size in every epoch."""
         self._size = limits.block_size
-        self._of_slot: list[_Chain | None] = [None] * limits.num_slots
+        self._of_slot: list[_BlockChain | None] = [None] * limits.num_slots
         self._tail = np.zeros((limits.num_slots, limits.block_size), np.int32)
         """Tokens of the block that is not full yet."""
         self._totals = np.zeros(limits.num_slots, np.int32)
 
     def arrive(self, frontend: int, message: GenerateRequest) -> bytes:
         """Begin the chain of a request. Return the ids of the full blocks, uint64[blocks]."""
-        chain = _Chain([], message.salt, () if message.media is None else message.media.items)
+        chain = _BlockChain([], message.salt, () if message.media is None else message.media.items)
         ids = self._extend(chain, message.token_ids)
         # A number that is in use is refused, and its owner keeps its chain
         self._chains.setdefault((frontend, message.number), chain)
@@ -90,7 +90,7 @@ class PrefixChains:
         self._totals[rows] = totals + counts
         return totals, filled, b"".join(ids)
 
-    def _extend(self, chain: _Chain | None, tokens: bytes) -> bytes:
+    def _extend(self, chain: _BlockChain | None, tokens: bytes) -> bytes:
         """Append tokens to a chain. Return the ids of the full blocks in them."""
         if chain is None:
             return bytes(_ID_BYTES)
