@@ -7,7 +7,7 @@ import msgspec
 
 from protocol.fields import Count, Name, Text
 
-PROTOCOL_VERSION = (2, 6)
+PROTOCOL_VERSION = (3, 0)
 """(major, minor). Majors must be equal; a new minor only appends fields with defaults."""
 PROBE = "probe"
 """Role of health checks. Every server answers it and keeps no peer."""

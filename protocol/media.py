@@ -2,12 +2,9 @@
 embeddings."""
 
 from collections.abc import Sequence
-from hashlib import shake_128
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from protocol.fields import MAX_ITEMS, Count, Name, Text
 
@@ -97,14 +94,3 @@ def contents(items: Sequence[MediaItem], begin: int, end: int) -> bytes:
     """Return what the name of a block of these positions has besides its tokens, which are equal for all files."""
     found = (item for item in items if item.start < end and begin < item.end)
     return b"".join(f"{item.start}:{item.length}:{item.digest};".encode() for item in found)
-
-
-def distinct_tokens(tokens: NDArray[np.int32], media: Media | None) -> NDArray[np.int32]:
-    """Return the tokens with numbers that follow from the files' contents at their positions."""
-    if media is None:
-        return tokens
-    tokens = tokens.copy()
-    for item in media.items:
-        span = tokens[item.start : item.end]
-        span[:] = np.frombuffer(shake_128(item.digest.encode()).digest(4 * len(span)), "<i4")
-    return tokens

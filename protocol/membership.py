@@ -165,13 +165,9 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     kv_peer: Text = ""
     """"ENDPOINT" or "ENDPOINT KEY", with a public key (z85), at which workers of other engines fetch blocks from this
     rank. It fetches from them, too. "": neither."""
-    drops_blocks: bool = False
-    """True: this rank knows `LoadBlocks.dropped`."""
     pooling: PoolingModel | None = None
     """A model that generates no text; None: it generates text. Its `max_model_len` is one more than its longest prompt,
     because the result takes the place of a token."""
-    knows_pins: bool = False
-    """True: this rank knows `KeepPins`."""
     pins: KeepPins | None = None
     """Pins of the last scheduler; None: it sent none to this process."""
     media: MediaModel | None = None
@@ -208,8 +204,8 @@ class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="heartbeat"):
     """Last step that this rank has finished."""
     work: Finite = 0.0
     """While it loads: seconds of processor time that its processes have used so far; 0.0: not measured."""
-    answers: Count | None = None
-    """Last `Ping.number` that has arrived on this connection; 0: none yet; None: the worker does not answer them."""
+    answers: Count = 0
+    """Last `Ping.number` that has arrived on this connection; 0: none yet."""
 
 
 class LoadFailed(msgspec.Struct, array_like=True, frozen=True, tag="load_failed"):

@@ -20,7 +20,7 @@ class Subscribe(msgspec.Struct, array_like=True, frozen=True, tag="subscribe"):
 
     steps: bool = True
     cached_blocks: bool = False
-    """`CachedBlocks` follow: first all names, then changes. A scheduler of version 2.2 or earlier sends none."""
+    """`CachedBlocks` follow: first all names, then changes."""
 
 
 class CachedBlocks(msgspec.Struct, array_like=True, frozen=True, tag="cached_blocks"):

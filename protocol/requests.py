@@ -127,13 +127,12 @@ class CacheAction(enum.IntEnum):
     """The blocks with these names, or with those of a pin that ends, are found no more: neither in the cache nor in
     tiers."""
     LOAD = 4
-    """Blocks with these names that the cache lacks are loaded from tiers and other engines, for a request to come. For
-    schedulers with `EngineState.loads_ahead`."""
+    """Blocks with these names that the cache lacks are loaded from tiers and other engines, for a request to come."""
 
 
 class ControlCache(msgspec.Struct, array_like=True, frozen=True, tag="control_cache"):
     """Change which blocks are kept. A `CacheControlled` with the same number answers, after a drop when all ranks have
-    dropped the blocks. For schedulers with `EngineState.controls_cache`."""
+    dropped the blocks."""
 
     number: Number
     action: CacheAction
@@ -279,14 +278,10 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Process ids on their machines: of the scheduler, then of the workers by rank."""
     kv_peers: Annotated[list[Text], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """`Loaded.kv_peer` of each rank; []: not all have one."""
-    controls_cache: bool = False
-    """True: the scheduler answers `ControlCache`."""
     pooling: PoolingModel | None = None
     """A model that generates no text; None: it generates text."""
     media: MediaModel | None = None
     """None: images and sounds are refused."""
-    loads_ahead: bool = False
-    """True: the scheduler knows `CacheAction.LOAD`."""
     adapted_modules: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     """`Loaded.adapted_modules`"""
     max_loras: Count = 0

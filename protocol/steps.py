@@ -124,7 +124,7 @@ class LoadBlocks(msgspec.Struct, array_like=True, frozen=True, tag="load"):
     """By rank: a worker of another engine that may have what the tier lacks (`Loaded.kv_peer`); []: none is known."""
     dropped: bytes = b""
     """uint8[blocks, NAME_BYTES]: names that no block in memory and in tiers may have when this message is answered; no
-    block is filled then. Sent only if all ranks know it (`Loaded.drops_blocks`)."""
+    block is filled then."""
 
 
 class KeptPin(msgspec.Struct, array_like=True, frozen=True):
@@ -138,7 +138,7 @@ class KeptPin(msgspec.Struct, array_like=True, frozen=True):
 
 class KeepPins(msgspec.Struct, array_like=True, frozen=True, tag="pins"):
     """All pins of the scheduler, which each rank keeps for the next one (`Loaded.pins`). Sent when they have changed,
-    and when an epoch has begun, only if all ranks know it."""
+    and when an epoch has begun."""
 
     epoch: EpochId
     block_size: Count

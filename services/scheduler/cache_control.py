@@ -50,8 +50,6 @@ class CacheControl:
                     engine.prefix_cache.load_ahead(names, message.kv_peers)
                     return None
                 case CacheAction.DROP:
-                    if not started.drops_blocks:
-                        raise PinRefused("workers of an older version cannot drop blocks; replace them")
                     self._drop(frontend, message, names, engine, started)
                     return None
         except PinRefused as refused:

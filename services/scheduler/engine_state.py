@@ -45,8 +45,6 @@ class StateReports:
             identity=group.identity(loaded.longrope if loaded else ""),
             pids=[os.getpid(), *group.pids],
             kv_peers=[*started.kv_peers] if started else [],
-            controls_cache=True,
-            loads_ahead=True,
             pooling=loaded.pooling if loaded else None,
             media=loaded.media if loaded else None,
             adapted_modules=loaded.adapted_modules if loaded else (),

@@ -39,7 +39,6 @@ from protocol.requests import (
 from protocol.silence import SIGN_INTERVAL
 from protocol.steps import BlocksLoaded, ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
 from protocol.suspects import SUSPECT_AFTER
-from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
 from services.process import HANG_FACTOR, NO_ALARM, STARTED, HangAlarm, start_log, stop_signals
 from services.scheduler.build import CoreListener, CoreStart, build_core
@@ -49,10 +48,7 @@ from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.engine_state import StateReports
-from services.scheduler.grammar.compiler import GrammarCompiler
-from services.scheduler.grammar.masks import INLINE_MASKS, MaskThread
-from services.scheduler.grammar.matcher import MatcherBatch
-from services.scheduler.grammar.vocabulary import GrammarVocabulary
+from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
 from services.scheduler.leases import Leadership, Leases
@@ -92,18 +88,11 @@ GAUGE_INTERVAL = 0.1
 
 class Service:
     def __init__(
-        self,
-        config: SchedulerConfig,
-        incarnation: int,
-        compiler: GrammarCompiler | None = None,
-        tokenizer: str = "",
-        mask_thread: MaskThread | None = None,
-        alarm: HangAlarm = NO_ALARM,
+        self, config: SchedulerConfig, incarnation: int, structured: StructuredOutput, alarm: HangAlarm = NO_ALARM
     ) -> None:
         """
         Args:
-            compiler, mask_thread: as in `StructuredOutput`. The service closes them.
-            tokenizer: digest of the tokenizer.json that grammars are compiled for.
+            structured: the service closes it.
             alarm: set with each sign of life, and cancelled after the loop.
         """
         self.config = config
@@ -111,7 +100,7 @@ class Service:
         self.leases = Leases(config.scheduler_timeout_seconds)
         self._alarm = alarm
         self._leadership = Leadership(config.scheduler_timeout_seconds, time.monotonic())
-        self._structured = StructuredOutput(compiler, mask_thread)
+        self._structured, tokenizer = structured, structured.tokenizer
         self.frontends = FrontendConnections(config.client_endpoint, config.security)
         self.workers = WorkerConnections(config.worker_endpoint, config.security)
         # A tokenizer of its own is not that of the model.
@@ -380,7 +369,6 @@ class Service:
                 self._cache_control.restore(pins, engine)
         else:
             engine.start_epoch(limits, policy, started.epoch)
-        engine.store.pins.are_kept = started.knows_pins
         if started.held is not None and (not c.record or c.record_tokens):  # no other contains their names
             engine.prefix_cache.adopt(started.held)
             pool = engine.epoch.kv.pool
@@ -497,31 +485,18 @@ class Service:
         return status
 
 
-def _vocabulary(config: SchedulerConfig) -> GrammarVocabulary | None:
-    """Return the vocabulary, or None without a tokenizer: structured output is refused, everything else is served."""
-    try:
-        return GrammarVocabulary.load(config.model, config.revision, config.tokenizer)
-    except CheckpointError as error:
-        log.warning("structured output is not served: %s", error)
-        return None
-
-
 def run(config: SchedulerConfig) -> int:
     """Run one scheduler process until it is stopped.
 
     Returns: the exit status: 0, or 5 when the workers were lost. A scheduler that was replaced exits with 8.
     """
     start_log.debug("loading the tokenizer")
-    vocabulary, compiler, tokenizer = _vocabulary(config), None, ""
-    if vocabulary is not None:
-        compiler, tokenizer = GrammarCompiler(vocabulary), text_digest(vocabulary.text)
-        if vocabulary.width:  # now, while the workers start, instead of when they are ready
-            compiler.set_vocab_size(vocabulary.width)
+    structured = StructuredOutput.from_config(config)
     sys.setswitchinterval(SWITCH_INTERVAL)
     with stop_signals() as wakeup:
         incarnation = time.time_ns() // 1_000_000
         alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
-        service = Service(config, incarnation, compiler, tokenizer, MaskThread(MatcherBatch().fill), alarm)
+        service = Service(config, incarnation, structured, alarm)
         start_log.debug(STARTED)
         try:
             status = service.run(wakeup)

@@ -105,9 +105,9 @@ class StartUp:
         size = size_text(loaded.num_blocks * loaded.bytes_per_block)
         log.info("loaded: the KV cache has %s in %d blocks", size, loaded.num_blocks)
         offload = self._offload
-        loaded = replace(loaded, epoch=assignment.epoch, held=self._runner.kv_memory.held())
-        loaded = replace(loaded, loads_blocks=offload.has_tiers, kv_peer=offload.kv_peer, drops_blocks=True)
-        loaded = replace(loaded, knows_pins=True, pins=self._runner.kv_memory.pins)
+        kept = self._runner.kv_memory
+        loaded = replace(loaded, epoch=assignment.epoch, held=kept.held(), pins=kept.pins)
+        loaded = replace(loaded, loads_blocks=offload.has_tiers, kv_peer=offload.kv_peer)
         self._link.client.send(loaded)
         self._session.loaded()
 

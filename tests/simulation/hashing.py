@@ -1,7 +1,11 @@
 """Hashes of prefixes and pseudo-random words that depend on nothing but a prefix."""
 
+from hashlib import shake_128
+
 import numpy as np
 from numpy.typing import NDArray
+
+from protocol.media import Media
 
 _MASK = (1 << 64) - 1
 ROOT = 0x243F6A8885A308D3
@@ -24,3 +28,14 @@ def words(prefix: int, count: int) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def distinct_tokens(tokens: NDArray[np.int32], media: Media | None) -> NDArray[np.int32]:
+    """Return the tokens with numbers that follow from the files' contents at their positions."""
+    if media is None:
+        return tokens
+    tokens = tokens.copy()
+    for item in media.items:
+        span = tokens[item.start : item.end]
+        span[:] = np.frombuffer(shake_128(item.digest.encode()).digest(4 * len(span)), "<i4")
+    return tokens

@@ -10,7 +10,7 @@ from hashlib import sha256
 from itertools import pairwise
 
 from protocol.kv_groups import NO_BLOCK, KVGroup, num_states
-from protocol.media import contents, distinct_tokens
+from protocol.media import contents
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
@@ -19,7 +19,7 @@ from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP, FREE, LIVE, MOST_LATE
 from services.scheduler.core.waiting import WaitingQueue
 from tests.simulation.grammar import Automaton
-from tests.simulation.hashing import ROOT, extend, in_group
+from tests.simulation.hashing import ROOT, distinct_tokens, extend, in_group
 
 WINDOW = "blocks behind the window"
 
@@ -319,6 +319,8 @@ class Checker:
         for slot in free:
             is_empty = s.owner[slot] is None and not tables[slot] and not states[slot]
             demand(is_empty, "slots", "{} is not empty", slot)
+        special = (s.constrained | s.pooling) & (s.state != FREE)
+        demand(s.num_special == special.sum(), "slots", "{} of {} are special", s.num_special, special.sum())
         for slot in running:
             request = s.request(slot)
             params, prompt = request.params, request.num_prompt_tokens

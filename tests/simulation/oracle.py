@@ -19,7 +19,6 @@ from protocol.codec import Decoder, encode, pack, unpack
 from protocol.kv_groups import NO_BLOCK, num_states
 from protocol.logprobs import Logprobs
 from protocol.lora import LoRAAdapter
-from protocol.media import distinct_tokens
 from protocol.membership import Assignment, InitializeCache
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import (
@@ -37,7 +36,7 @@ from services.scheduler.core.limits import Limits
 from services.worker.sampling.reference import TokenLogprobs
 from services.worker.session import Session
 from tests.simulation.drafts import Foresight, Speculating
-from tests.simulation.hashing import ROOT, extend, in_group
+from tests.simulation.hashing import ROOT, distinct_tokens, extend, in_group
 from tests.simulation.reference import HIDDEN_SIZE, choose, hidden, scores_of
 
 MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)

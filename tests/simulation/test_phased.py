@@ -345,5 +345,5 @@ def test_entries_of_another_generation_count_for_nothing() -> None:
     assert int(s.computed[0]) - int(s.inflight[0]) == 5
     assert not ledger.current(steps[0]).any()
     for step in steps:
-        ledger.remove(step)
+        ledger.remove(step, ledger.current(step))
         assert (int(s.computed[0]), int(s.inflight[0]), int(s.placeholders[0])) == (5, 0, 0)

@@ -17,11 +17,11 @@ from protocol.block_names import NamedBlocks, extend_names, split_names
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.kv_groups import name_in_group
 from protocol.lora import LoRAAdapter
-from protocol.media import Media, distinct_tokens
+from protocol.media import Media
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
-from protocol.steps import GrammarOutput, LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
+from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.drafting import NO_DRAFTING
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
@@ -47,6 +47,7 @@ from services.worker.kv_memory import BlockNames
 from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.grammar import REFUSED, Automaton, Compilation, LateMasks
+from tests.simulation.hashing import distinct_tokens
 from tests.simulation.invariants import Checker, demand
 from tests.simulation.oracle import TORN, OracleWorker, always
 from tests.simulation.reference import HIDDEN_SIZE, ExpectedAnswer, reference
@@ -607,6 +608,8 @@ class World:
         self._advance()
         self.worker.confirmed = self.checker.confirmed
         for message in self.engine.dispatch():
+            if isinstance(message, KeepPins):  # for the next scheduler
+                continue
             frame = encode(message)
             self._on_sent(frame)
             if isinstance(message, LoadBlocks):

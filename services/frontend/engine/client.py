@@ -260,8 +260,6 @@ class EngineClient:
         self.check_ready()
         if is_drop and (lost := [e.name for e in self.engines.values() if not e.connection.is_open]):
             raise APIError(503, f"engine {lost[0]} is not connected and may keep the blocks; try again when it is back")
-        if old := [e.name for e in self.engines.values() if e.connection.is_open and not e.state.controls_cache]:
-            raise APIError(503, f"engine {old[0]} is of an older version, which knows no pins and drops")
         asked = {engine: engine.state.incarnation for engine in self.engines.values()}
         answers = await self._ask_engines(make)
         changed = [e.name for e, number in asked.items() if not e.connection.is_open or e.state.incarnation != number]

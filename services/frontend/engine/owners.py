@@ -146,7 +146,7 @@ class Owners:
         entry, target = self._ledger.with_key(ahead.key), self._engines.get(ahead.target)
         if entry is None or not entry.only_prompt or target is None:
             return
-        if target.state.loads_ahead and (peers := self._kv_peers(entry.engine)):
+        if peers := self._kv_peers(entry.engine):
             names, request = list[bytes](), entry.request
             tokens = request.token_ids[: ahead.num_tokens * TOKEN_BYTES]
             extend_names(names, request.salt, tokens, target.state.block_size)

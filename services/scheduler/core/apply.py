@@ -79,8 +79,9 @@ class ResultApplier:
         live = current & (states == LIVE)
         self.check(step, result, rows, drafts, live)
         all_used = has_all(live & (counts > 0))
-        self.check_masks(step, rows if all_used else rows[(counts > 0) & current & (states != DROP)])
-        epoch.ledger.remove(step)
+        if s.num_special:
+            self.check_masks(step, rows if all_used else rows[(counts > 0) & current & (states != DROP)])
+        epoch.ledger.remove(step, all_current)
         if not all_used or len(rows) < len(step.slots):
             self._count_wasted(step, all_current)
         self.drafting.observe(step, result.drafted, counts, result.sampled)
@@ -93,7 +94,7 @@ class ResultApplier:
             states[~current] = DROP
             used = (states != DROP) & (counts > 0)
         tokens = self.cut(rows[used], result.token_ids, first[used], counts[used])
-        tokens, ends = self._take_special(tokens, result)
+        tokens, ends = self._take_special(tokens, result) if s.num_special else (tokens, [])
         self.append(tokens)
         appended, stops = tokens.counts, tokens.stops
         if not all_used:

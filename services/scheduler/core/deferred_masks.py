@@ -34,7 +34,7 @@ class DeferredMasks:
     @property
     def holds_back(self) -> bool:
         """Return whether no further step may be dispatched before the missing masks are sent."""
-        return bool(self.queue.unmasked) and not self.epoch.limits.leaves_rows_out
+        return not self.epoch.limits.leaves_rows_out and bool(self.queue.unmasked)
 
     def outputs(self) -> Iterator[GrammarOutput]:
         """Yield the masks that can be sent, step by step, and start to make others whose tokens before are known."""

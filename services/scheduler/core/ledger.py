@@ -52,11 +52,10 @@ class Ledger:
         s.sampled_step[sampling] = step.step_id
         s.proposed[sampling] = step.proposes
 
-    def remove(self, step: InflightStep) -> None:
-        """Remove the oldest step: it was processed."""
+    def remove(self, step: InflightStep, current: Mask) -> None:
+        """Remove the oldest step: it was processed. `current`: which of its rows are."""
         self.oldest = step.step_id + 1
         s, rows, counts, samples, drafts = self._slots, step.slots, step.counts, step.samples, step.drafts
-        current = self.current(step)
         if not has_all(current):
             rows, counts, samples, drafts = rows[current], counts[current], samples[current], drafts[current]
         s.inflight[rows] = s.inflight.take(rows) - counts

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from protocol.block_names import NAME_BYTES
+from protocol.codec import MAX_MESSAGE_BYTES
 from protocol.requests import PinnedPrefix
 from protocol.steps import KeptPin
 from services.scheduler.core.limits import Limits
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from services.scheduler.core.kv_cache import KVCacheManager
 
 MAX_PINS = 1024
+MAX_NAMES = MAX_MESSAGE_BYTES // 2 // NAME_BYTES
+"""Names of the blocks of all pins, which one message has; those of a block in several pins count each time."""
 
 
 class PinRefused(Exception):
@@ -40,8 +44,6 @@ class Pins:
     def __init__(self) -> None:
         self._pins: dict[str, Pin] = {}
         """In the order of their begin."""
-        self.are_kept = False
-        """True: the workers keep them for the next scheduler."""
         self._is_sent = True
 
     def __iter__(self) -> Iterator[Pin]:
@@ -56,6 +58,8 @@ class Pins:
             raise PinRefused(f"there is a pin {pin.id!r}; unpin it first, or give another id")
         if len(self) >= MAX_PINS:
             raise PinRefused(f"{MAX_PINS} prefixes are pinned; unpin some first")
+        if (num_names := sum(len(each.names) for each in (*self, pin))) > MAX_NAMES:
+            raise PinRefused(f"all pins would have {num_names} blocks, and {MAX_NAMES} is the most; unpin some first")
         wanted, most = self._num_blocks(limits, pin), limits.most_pinned
         if wanted > most:
             raise PinRefused(
@@ -75,8 +79,8 @@ class Pins:
         return pin
 
     def take_unsent(self) -> list[KeptPin] | None:
-        """Return all pins for the workers; None: they have them, or keep none."""
-        if self._is_sent or not self.are_kept:
+        """Return all pins for the workers; None: they have them."""
+        if self._is_sent:
             return None
         self._is_sent = True
         return [KeptPin(pin.id, pin.owner, b"".join(pin.names)) for pin in self]

@@ -79,7 +79,7 @@ class StepPlanner:
             budget.tokens, _limit(budget.prefill), budget.runner_reports, self.epoch.limits.encoder_budget
         )
         self.choose_running(choice, budget, view)
-        if choice.admitting:
+        if choice.admitting and len(view.waiting):
             self.admit_waiting(choice, budget, view.waiting)
         return self.commit(choice) if choice.slots else None
 
@@ -196,8 +196,8 @@ class StepPlanner:
     def register_known(self, rows: SlotIds, counts: Column) -> None:
         """Eager registration: chunks of known tokens enter the prefix cache with their dispatch."""
         slots = self.epoch.slots
-        chunk = (counts > 1) & ~slots.decoding(rows)
-        if has_any(chunk):
+        chunk = counts > 1
+        if has_any(chunk) and has_any(chunk := chunk & ~slots.decoding(rows)):
             rows = rows[chunk]
             self.epoch.kv.register(rows, np.minimum(slots.computed[rows] + counts[chunk], slots.tokens[rows]))
 
@@ -311,8 +311,10 @@ class StepPlanner:
         np.maximum(drafts, 0, out=drafts)
         drafting = self.drafting if has_any(samples) else NO_DRAFTING
         proposes = drafting.length(int(np.count_nonzero(samples)))
-        masked_rows = indices(samples & s.constrained.take(slots))
-        masked = slots[masked_rows]
+        unmasked: dict[int, int] = {}
+        if s.num_special:
+            masked = indices(samples & s.constrained.take(slots))
+            unmasked = dict(zip(slots[masked].tolist(), masked.tolist(), strict=True))
         step = InflightStep(
             epoch.next_step,
             slots,
@@ -324,7 +326,7 @@ class StepPlanner:
             proposes,
             drafting.is_trial,
             drafting.rests,
-            dict(zip(masked.tolist(), masked_rows.tolist(), strict=True)),
+            unmasked,
         )
         plan = SchedulerOutput(
             epoch=epoch.number,
@@ -338,12 +340,12 @@ class StepPlanner:
             block_slots=pack(choice.block_slots.astype(np.int32)),
             block_ids=pack(choice.block_ids),
             released=pack(epoch.take_released()),
-            has_structured_output_requests=len(masked) > 0,
+            has_structured_output_requests=bool(unmasked),
             drafts=pack(drafts) if has_any(drafts) else b"",
             num_speculative_tokens=proposes,
             min_acceptance=drafting.min_acceptance if proposes else 0.0,
             report_times=self.store.observers.rank_times,
-            masked=pack(masked.astype(np.int32)),
+            masked=pack([*unmasked]),
             whole=epoch.kv.take_whole(),
             speculation_rests=step.rests,
             completes=epoch.kv.take_completed(epoch.limits.fetches_blocks),

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.codec import ProtocolError, unpack
-from protocol.columns import greatest, has_all, has_any
+from protocol.codec import ProtocolError, pack, unpack
+from protocol.columns import greatest, has_all
 from protocol.rows import EmbeddingRows, LogprobRows, ProgressRows, ResultRows
 from protocol.steps import NO_DRAFT, ModelRunnerOutput
 from services.scheduler.core.ledger import InflightStep
@@ -59,7 +59,7 @@ def decode_result(step: InflightStep, message: ModelRunnerOutput, vocab_size: in
         draft_ids = _decode_drafts(step, message, len(rows.counts), vocab_size) if message.draft_token_ids else None
     except ProtocolError as error:
         raise UnknownResult(f"step {step.step_id}: {error}") from error
-    _check_rows(step, rows, vocab_size)
+    _check_rows(step, message, rows.token_ids, vocab_size)
     if logprobs is not None and not np.isin(logprobs.owners, step.slots).all():
         raise UnknownResult(f"step {step.step_id} has log-probabilities of slots that are not its own")
     if failed and not {*failed} <= {*step.slots.tolist()}:
@@ -71,13 +71,13 @@ def decode_result(step: InflightStep, message: ModelRunnerOutput, vocab_size: in
     return DecodedResult(*columns, message.times.sampled)
 
 
-def _check_rows(step: InflightStep, rows: ResultRows, vocab_size: int) -> None:
+def _check_rows(step: InflightStep, message: ModelRunnerOutput, token_ids: Column, vocab_size: int) -> None:
     slots, generations = step.slots, step.generations
     if not has_all(step.samples):
         slots, generations = slots[step.samples], generations[step.samples]
-    if len(rows.slots) != len(slots) or has_any((rows.slots != slots) | (rows.generations != generations)):
+    if message.slots != pack(slots.astype(np.int32)) or message.generations != pack(generations):
         raise UnknownResult(f"the rows of step {step.step_id}'s result are not those of its plan")
-    if greatest(rows.token_ids, 0) >= vocab_size:
+    if greatest(token_ids, 0) >= vocab_size:
         raise UnknownResult(f"step {step.step_id} returned a token outside the vocabulary of {vocab_size}")
 
 

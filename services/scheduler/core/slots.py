@@ -81,6 +81,8 @@ class SlotColumns:
         """Rows in succession that were left out although their masks were made."""
         self.pooling = np.zeros(num_slots, np.bool_)
         """True: the request returns an embedding, and its sampled token is ignored."""
+        self.num_special = 0
+        """Slots that are not free and have a grammar or return an embedding. A step without any costs less."""
         self.sampled_step = np.zeros(num_slots, np.int64)
         """Newest step that samples for the slot."""
         self.capacity = column()
@@ -122,6 +124,7 @@ class SlotColumns:
         self.media_end[slot] = request.items[-1].end if request.items else 0
         self.constrained[slot] = request.grammar is not None
         self.pooling[slot] = request.pooling is not Pooling.NONE
+        self.num_special += self._is_special(slot)
         self.history[slot, :num_tokens] = request.token_ids
         self.set_stop_ids(slot, params.eos_token_ids + params.stop_token_ids)
         request.slot = slot
@@ -156,6 +159,7 @@ class SlotColumns:
 
     def release(self, slot: int) -> None:
         """Free a retired slot behind its fence."""
+        self.num_special -= self._is_special(slot)
         self.state[slot] = FREE
         self.owner[slot] = None
         self.free.append(slot)
@@ -163,6 +167,9 @@ class SlotColumns:
         widest = max(1, int(self._num_stop_ids.max()))
         if widest < self.stop_ids.shape[1]:
             self.stop_ids = np.ascontiguousarray(self.stop_ids[:, :widest])
+
+    def _is_special(self, slot: int) -> bool:
+        return bool(self.constrained[slot] or self.pooling[slot])
 
     def request(self, slot: int) -> Request:
         """Return the owner of a live or retired slot.
@@ -185,7 +192,7 @@ class SlotColumns:
         want[tokens + sampling >= self.limit.take(rows)] = 0  # certain end
         if stages > 1:  # stage spacing: tokens and drafts of the last stage have not reached the first
             want[(sampling > 0) & (next_step - self.sampled_step.take(rows) < stages)] = 0
-        if has_any(self.late_masks):  # masks of a row that is the only one follow its plan at once
+        if self.num_special and has_any(self.late_masks):  # masks of a row that is the only one follow its plan at once
             want[(self.late_masks.take(rows) >= MOST_LATE) & (sampling > 0)] = 0
         return want
 

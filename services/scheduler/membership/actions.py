@@ -42,10 +42,6 @@ class Started:
     """`Loaded.kv_peer` of each rank; (): not all have one."""
     bytes_per_block: int = 0
     """Bytes of a KV block on all ranks together."""
-    drops_blocks: bool = False
-    """True: all ranks know `LoadBlocks.dropped`."""
-    knows_pins: bool = False
-    """True: all ranks know `KeepPins`."""
     pins: KeepPins | None = None
     """Pins of the last scheduler; None: no rank has any."""
 

@@ -111,14 +111,13 @@ class Epoch:
         peers = [member.peer for member in self._roster.ranks]
         blocks, names = [*self._adopted], [*self._adopted.values()]
         held = NamedBlocks.from_lists(blocks, names) if blocks else None
-        kv_peers = tuple(rank.kv_peer for rank in self._loaded())
+        loaded = self._loaded()
+        kv_peers = tuple(rank.kv_peer for rank in loaded)
         kv_peers = kv_peers if all(kv_peers) else ()
-        num_bytes = sum(rank.bytes_per_block for rank in self._loaded())
-        drops = all(rank.drops_blocks for rank in self._loaded())
-        knows_pins = all(rank.knows_pins for rank in self._loaded())
-        pins = next((rank.pins for rank in self._loaded() if rank.pins is not None), None)
-        sizes = self.limits(), self._loaded()[0]
-        return Started(self.id, peers, *sizes, held, kv_peers, num_bytes, drops, knows_pins, pins)
+        num_bytes = sum(rank.bytes_per_block for rank in loaded)
+        kept = (rank.pins for rank in loaded if rank.pins is not None)
+        pins = max(kept, key=lambda pins: pins.epoch, default=None)  # a rank may have been a spare since
+        return Started(self.id, peers, self.limits(), loaded[0], held, kv_peers, num_bytes, pins)
 
     def end(self, reason: str, now: float) -> list[Action]:
         """Send all ranks that are left back to registration."""

@@ -19,8 +19,8 @@ class Answers:
 
     start: int = 0
     """Last sign before the epoch took effect."""
-    results: int | None = None
-    """Last sign that was answered by a heartbeat; None: the worker's protocol is older and has no answers."""
+    results: int = 0
+    """Last sign that was answered by a heartbeat."""
     plans: int = 0
     """Last sign that was answered by a `Pong`, or sent while a step was in flight."""
 
@@ -30,8 +30,6 @@ class Answers:
         Args:
             sent: the last sign that was sent.
         """
-        if self.results is None:
-            return 0.0
         return unanswered(sent, max(self.start, min(self.results, self.plans)))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from services.scheduler.core.slots import FREE, SlotColumns, SlotIds
 from services.scheduler.core.waiting import WaitingQueue
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerView:
+class SchedulerView(NamedTuple):
     """The state that a policy reads while a step is formed. Only the scheduler writes it."""
 
     running: SlotIds

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from protocol.block_names import NamedBlocks
 from protocol.codec import pack, unpack
-from protocol.media import Media, distinct_tokens
+from protocol.media import Media
 from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import NO_DRAFT, ModelRunnerOutput
@@ -104,7 +104,7 @@ class TokenRemover(Converter):
                 self._chains.start_epoch(limits)
             case events.StepDispatched(plan=plan, requests=requests):
                 for new, key in zip(plan.new, requests, strict=True):
-                    self._chains.enter(new.slot, key, distinct_tokens(unpack(new.token_ids), new.media))
+                    self._chains.enter(new.slot, key, unpack(new.token_ids))
             case events.RequestRefused() | events.RequestFinished():
                 self._chains.forget((event.frontend, event.finish.number))
             case events.ResultApplied():
@@ -119,9 +119,7 @@ class TokenRemover(Converter):
         outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if len(outside):
             plain = replace(plain, token_ids=pack(outside[:1]))
-        blocks = self._chains.arrive(
-            (event.frontend, message.number), message.salt, distinct_tokens(tokens, message.media)
-        )
+        blocks = self._chains.arrive(event.frontend, message)
         return ArrivalRecord(event.frontend, plain, len(tokens), blocks)
 
     def _outcome(self, event: events.ResultApplied) -> OutcomeRecord:

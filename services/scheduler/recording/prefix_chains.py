@@ -1,14 +1,19 @@
 """Ids of the full blocks of every open request, computed from its tokens as they become known.
 
-The id of a block is a keyed hash over its tokens and all before it, starting with the salt. Equal ids mean equal
-prefixes, as in the prefix cache. The key is random and never stored, so ids cannot be computed from guessed prompts.
+The id of a block is a keyed hash of its name (protocol.block_names). Equal ids mean equal prefixes, as in the prefix
+cache. The key is random and never stored, so ids cannot be computed from guessed prompts.
 """
 
 import os
+from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
+from protocol.block_names import extend_names
+from protocol.media import MediaItem
+from protocol.requests import GenerateRequest
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import Column, SlotIds
@@ -16,28 +21,18 @@ from services.scheduler.core.slots import Column, SlotIds
 _ID_BYTES = 8
 
 
-class _BlockChain:
-    """Hash over the full blocks of one request."""
+class _BlockChain(NamedTuple):
+    """Names of the full blocks of one request, and what they depend on besides its tokens."""
 
-    def __init__(self, keyed: blake2b, salt: str) -> None:
-        """`keyed`: the hash function with its key. A copy costs less than another one with the same key."""
-        self._keyed = keyed
-        self._parent = self._digest(salt.encode())
-
-    def _digest(self, data: bytes) -> bytes:
-        keyed = self._keyed.copy()
-        keyed.update(data)
-        return keyed.digest()
-
-    def extend(self, block: bytes) -> bytes:
-        """Append the tokens of a block. Return its id."""
-        self._parent = self._digest(self._parent + block)
-        return self._parent[:_ID_BYTES]
+    names: list[bytes]
+    salt: str
+    items: Sequence[MediaItem]
 
 
 class PrefixChains:
     def __init__(self, limits: Limits) -> None:
-        self._keyed = blake2b(key=os.urandom(32), digest_size=16)
+        self._keyed = blake2b(key=os.urandom(32), digest_size=_ID_BYTES)
+        """The hash function with its key. A copy costs less than another one with the same key."""
         self._chains: dict[RequestKey, _BlockChain] = {}
         self.start_epoch(limits)
 
@@ -47,17 +42,15 @@ class PrefixChains:
         self._of_slot: list[_BlockChain | None] = [None] * limits.num_slots
         self._tail = np.zeros((limits.num_slots, limits.block_size), np.int32)
         """Tokens of the block that is not full yet."""
-        self._fill = np.zeros(limits.num_slots, np.int32)
         self._totals = np.zeros(limits.num_slots, np.int32)
 
-    def arrive(self, key: RequestKey, salt: str, tokens: Column) -> bytes:
+    def arrive(self, frontend: int, message: GenerateRequest) -> bytes:
         """Begin the chain of a request. Return the ids of the full blocks, uint64[blocks]."""
-        chain = _BlockChain(self._keyed, salt)
-        data, width = tokens.tobytes(), 4 * self._size
-        ids = [chain.extend(data[at : at + width]) for at in range(0, len(data) - width + 1, width)]
+        chain = _BlockChain([], message.salt, () if message.media is None else message.media.items)
+        ids = self._extend(chain, message.token_ids)
         # A number that is in use is refused, and its owner keeps its chain
-        self._chains.setdefault(key, chain)
-        return b"".join(ids)
+        self._chains.setdefault((frontend, message.number), chain)
+        return ids
 
     def forget(self, key: RequestKey) -> None:
         """The request has ended. Tokens that its slot still gets belong to its chain."""
@@ -68,7 +61,7 @@ class PrefixChains:
         rest = len(tokens) % self._size
         self._of_slot[slot] = self._chains.get(key)
         self._tail[slot, :rest] = tokens[len(tokens) - rest :]
-        self._fill[slot], self._totals[slot] = rest, len(tokens)
+        self._totals[slot] = len(tokens)
 
     def append(
         self, rows: SlotIds, counts: Column, token_ids: Column, first: Column
@@ -88,15 +81,24 @@ class PrefixChains:
         for index in range(int(counts.max(initial=0))):
             some = np.flatnonzero(counts > index)
             slots = rows[some]
-            at = self._fill[slots]
+            at = (totals[some] + index) % self._size
             self._tail[slots, at] = token_ids[first[some] + index]
-            self._fill[slots] = (at + 1) % self._size
             for row in some[at + 1 == self._size].tolist():
                 filled.append(row)
-                ids.append(self._extend(int(rows[row])))
+                slot = int(rows[row])
+                ids.append(self._extend(self._of_slot[slot], self._tail[slot].tobytes()))
         self._totals[rows] = totals + counts
         return totals, filled, b"".join(ids)
 
-    def _extend(self, slot: int) -> bytes:
-        chain = self._of_slot[slot]
-        return bytes(_ID_BYTES) if chain is None else chain.extend(self._tail[slot].tobytes())
+    def _extend(self, chain: _BlockChain | None, tokens: bytes) -> bytes:
+        """Append tokens to a chain. Return the ids of the full blocks in them."""
+        if chain is None:
+            return bytes(_ID_BYTES)
+        num_names = len(chain.names)
+        extend_names(chain.names, chain.salt, tokens, self._size, chain.items)
+        return b"".join(map(self._id, chain.names[num_names:]))
+
+    def _id(self, name: bytes) -> bytes:
+        keyed = self._keyed.copy()
+        keyed.update(name)
+        return keyed.digest()

@@ -29,6 +29,7 @@ from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.config import SchedulerConfig, WorkerConfig
 from services.frontend.placement import placement
 from services.scheduler.service import Service
+from services.scheduler.structured_output import StructuredOutput
 from services.worker import result_sender, start_up
 from services.worker.service import Worker, run_worker
 from services.worker.tiers import peers, transfers
@@ -172,7 +173,7 @@ class SimulatedEngine:
             layout, wakeup = self.layout, Wakeup(system.network)
             compiler = SimulatedCompiler(system.network, system.lethal, crash) if layout.has_grammars else None
             masks = SimulatedMaskThread(system.network, layout.mask_seconds) if layout.late_masks else None
-            service = Service(self.config, incarnation, compiler, mask_thread=masks)
+            service = Service(self.config, incarnation, StructuredOutput(compiler, masks))
             if self.scheduler is process:
                 self.service, self.wakeup = service, wakeup
             process.end(service.run(wakeup))

@@ -3,7 +3,10 @@
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
 from protocol.block_names import NAME_BYTES
+from protocol.codec import encode
 from protocol.steps import KeepPins, KeptPin
 from services.config import SchedulerConfig
 from services.scheduler.build import CoreStart
@@ -11,6 +14,7 @@ from services.scheduler.cache_control import CacheControl
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import BlocksEvicted
+from services.scheduler.core.pins import PinRefused
 from services.scheduler.kv_events import KVEventObserver, KVEventPublisher
 from services.scheduler.kv_events.messages import MEDIUM, BlockRemoved, KVEventBatch
 from services.scheduler.policies import ChunkedPolicy
@@ -27,13 +31,23 @@ def test_a_pin_that_cannot_be_read_ends_and_the_others_go_on() -> None:
 
 def test_workers_of_the_next_epoch_have_no_pin_that_was_removed_in_the_last_one() -> None:
     core = EngineCore(LIMITS, ChunkedPolicy(), 1, 50)
-    core.store.pins.are_kept = True
     core.prefix_cache.pin("first", "", [bytes(NAME_BYTES)])
     assert [*core.dispatch()] == [KeepPins(1, 4, [KeptPin("first", "", bytes(NAME_BYTES))])]
     core.prefix_cache.unpin("first")
     core.end_epoch()
     core.start_epoch(LIMITS, ChunkedPolicy(), 2)
     assert [*core.dispatch()] == [KeepPins(2, 4, [])]
+
+
+def test_all_pins_of_a_long_prefix_fit_into_one_message() -> None:
+    core = EngineCore(Limits(4, 64, 64, 2**19, 4), ChunkedPolicy(), 1, 50)
+    names = [number.to_bytes(NAME_BYTES, "little") for number in range(2**18)]
+    for number in range(4):
+        core.prefix_cache.pin(f"pin {number}", "", names)
+    with pytest.raises(PinRefused, match="unpin some first"):
+        core.prefix_cache.pin("one more", "", names)
+    [message] = core.dispatch()
+    assert encode(message)
 
 
 def test_kv_events_of_a_drop_are_published_without_a_step() -> None:

@@ -27,7 +27,7 @@ from protocol.membership import (
     WorkerMessage,
 )
 from protocol.requests import EngineMessage, EnginePhase, EngineState
-from protocol.steps import StepFault
+from protocol.steps import KeepPins, KeptPin, StepFault
 from services.config import SchedulerConfig
 from services.scheduler.engine_state import StateReports
 from services.scheduler.membership import Action, Ended, FailRequests, News, Refuse, Send, Started, WorkerGroup
@@ -208,10 +208,8 @@ def test_silent_worker_is_lost_and_may_come_back() -> None:
     assert sent(g.register("a", at=40.0, epoch=1), Assignment)["a"].epoch == 2
 
 
-def signs_of_life(
-    g: ScriptedGroup, count: int, at: float, plans: bool = True, results: bool | None = True
-) -> list[Action]:
-    """Send signs of life, one a second. "a" answers on the connections that are True; `results` None: an old worker.
+def signs_of_life(g: ScriptedGroup, count: int, at: float, plans: bool = True, results: bool = True) -> list[Action]:
+    """Send signs of life, one a second. "a" answers on the connections that are True.
 
     Return the actions of the checks after each.
     """
@@ -221,7 +219,7 @@ def signs_of_life(
         if plans:
             g.on_pong(b"a", sign)
         heard = sign if results else g.roster[b"a"].answers.results
-        actions += g.send("a", Heartbeat(g.epoch, 0, answers=None if results is None else heard), now)
+        actions += g.send("a", Heartbeat(g.epoch, 0, answers=heard), now)
         actions += g.check_at(now)
     return actions
 
@@ -249,12 +247,6 @@ def test_a_rank_may_read_no_plan_during_a_step_and_not_after_it() -> None:
     g.on_result(1, 1, 50.0)
     assert signs_of_life(g, 6, 50.0, plans=False) == []
     assert [type(a) for a in signs_of_life(g, 1, 56.0, plans=False)] == [Ended, Send]
-
-
-def test_a_worker_of_an_older_protocol_need_not_answer() -> None:
-    g = serving("a", heartbeat_timeout_seconds=5)
-    assert signs_of_life(g, 100, 0.0, plans=False, results=None) == []
-    assert g.unanswered == [0.0]
 
 
 def test_a_pause_of_the_scheduler_is_no_silence_of_a_rank() -> None:
@@ -826,6 +818,19 @@ def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
     *_, started = g.send("ab", Ready(g.epoch))
     assert isinstance(started, Started)
     assert started.held == held(b4="p", b0="q"), "in the order of rank 0, and none beyond the cache"
+
+
+@pytest.mark.parametrize("epochs", [(7, 8), (8, 7), (None, 8), (8, None)])
+def test_the_latest_pins_go_on(epochs: tuple[int | None, int | None]) -> None:
+    """A worker that was a spare in the last epoch has those of the epoch before."""
+    g = registered("a", "b", tensor_parallel_size=2)
+    for name, epoch in zip("ab", epochs, strict=True):
+        pins = None if epoch is None else KeepPins(epoch, 16, [KeptPin(f"of {epoch}", "", bytes(NAME_BYTES))])
+        g.send(name, msgspec.structs.replace(LOADED, epoch=g.epoch, pins=pins))
+    *_, started = g.send("ab", Ready(g.epoch))
+    assert isinstance(started, Started)
+    assert started.pins is not None
+    assert started.pins.epoch == 8
 
 
 def test_the_test_step_takes_a_block_if_all_are_held() -> None:

@@ -240,7 +240,7 @@ def test_a_missing_embedding_ends_only_its_request() -> None:
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
     config = {f"{kind}_endpoint": f"ipc://{tmp_path}/{kind}" for kind in ("worker", "client")}
-    service = Service(SchedulerConfig.model_validate(config), 1)
+    service = Service(SchedulerConfig.model_validate(config), 1, StructuredOutput(None, None))
     service.engine = engine(2)
     yield service
     service.frontends.close(0)

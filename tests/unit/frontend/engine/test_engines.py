@@ -55,7 +55,7 @@ class ScriptedEngine:
         self.aborted: list[int] = []
         self.subscriptions: list[Subscribe] = []
         self.loads: list[ControlCache] = []
-        self.role, self.kv_peers, self.loads_ahead = "both", list[str](), True
+        self.role, self.kv_peers = "both", list[str]()
         self.adapted_modules: tuple[str, ...] = ()
         self.num_signs = 0
         """Signs of life on all connections."""
@@ -87,7 +87,7 @@ class ScriptedEngine:
         state = EngineState(
             self.phase, self.detail, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
             block_size=BLOCK, round_trips=RoundTrips(heard, self.unanswered), info={"role": self.role},
-            kv_peers=self.kv_peers, loads_ahead=self.loads_ahead, controls_cache=True,
+            kv_peers=self.kv_peers,
             adapted_modules=self.adapted_modules,
         )  # fmt: skip
         with contextlib.suppress(PeerGone):  # the frontend has left this engine
@@ -431,27 +431,24 @@ async def test_blocks_that_an_engine_reports_attract_requests_of_their_salt_alon
         assert await is_found("one key")
 
 
-@pytest.mark.parametrize("knows", [True, False], ids=["this release", "an older one"])
-async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_there(tmp_path: Path, knows: bool) -> None:
+async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_there(tmp_path: Path) -> None:
     prompt = [*range(600)]
     async with fleet(tmp_path, serves=False) as engines:
         computing, decoding = engines.engines
         computing.role, computing.kv_peers, decoding.role = "prefill", ["tcp://peer"], "decode"
-        decoding.loads_ahead = knows
         await engines.until(lambda: all(engine.subscriptions for engine in engines.engines))
         stream, owner, _ = await engines.submit(prompt, "salt")
         [request] = computing.requests
         assert (owner, request.params.max_tokens) == (computing, 1)
         names = names_of(prompt, "salt")
         computing.send_blocks(0, names[:40])
-        if knows:
-            expected = ControlCache(0, CacheAction.LOAD, names=b"".join(names[:32]), kv_peers=["tcp://peer"])
-            await engines.until(lambda: decoding.loads == [expected])
+        expected = ControlCache(0, CacheAction.LOAD, names=b"".join(names[:32]), kv_peers=["tcp://peer"])
+        await engines.until(lambda: decoding.loads == [expected])
         computing.send(request.number, 0, 7, ends=True, why=FinishReason.LENGTH)
         await engines.until(lambda: decoding.requests)
         [moved] = decoding.requests
         assert moved.kv_peers == ["tcp://peer"]
-        assert len(decoding.loads) == knows
+        assert len(decoding.loads) == 1
         decoding.send(moved.number, 1, 8, ends=True)
         await engines.until(lambda: stream.end is not None)
 
