@@ -1,6 +1,7 @@
 """Numbers with a suffix, as vLLM reads them: 4G, 1.5GiB, 8k."""
 
 import re
+from decimal import Decimal
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -21,7 +22,7 @@ def parse_size(value: object) -> object:
         return value
     number, letter, unit = match.groups()
     binary = letter.isupper() if unit is None else len(unit) == 2
-    return round(float(number) * (1024 if binary else 1000) ** _EXPONENTS[letter.lower()])
+    return round(Decimal(number) * (1024 if binary else 1000) ** _EXPONENTS[letter.lower()])
 
 
 WITH_SUFFIX = BeforeValidator(parse_size)

@@ -1,6 +1,5 @@
 """JSON as text, where clients' values are read and passed on."""
 
-import json
 from typing import Any
 
 import msgspec
@@ -37,5 +36,5 @@ def _is_deep(value: Any) -> bool:
 
 
 def json_text(value: Any) -> str:
-    """Return a JSON value as compact text. Unlike msgspec's encoder it takes integers of any size."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Return a JSON value as compact text."""
+    return msgspec.json.encode(value).decode()

@@ -175,10 +175,7 @@ class FrontendService:
         log.info("stopping now")
         self.engine.fail_all(APIError(503, "the server was stopped; the request was not completed"))
         self.server.should_exit = True
-        asyncio.get_running_loop().call_later(STOP_GRACE, self._force_exit)
-
-    def _force_exit(self) -> None:
-        self.server.force_exit = True
+        asyncio.get_running_loop().call_later(STOP_GRACE, setattr, self.server, "force_exit", True)
 
     async def _exit_when_drained(self) -> None:
         """Stop when no request is open. Until then the port stays open: probes and new requests get a 503."""

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 from services.frontend.anthropic import schemas
 from services.frontend.errors import invalid
 from services.frontend.json_text import json_text
 from services.frontend.openai.parameters.body import validated
 from services.frontend.openai.prompts.conversation import ATTRIBUTION
-from services.frontend.openai.schemas.requests import ChatRequest
+from services.frontend.openai.schemas.requests import ChatRequest, JSONSchema, ResponseFormat
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -55,6 +55,10 @@ def chat_request(body: schemas.CountTokensRequest) -> ChatRequest:
     return validated(fields, ChatRequest)
 
 
+class _OutputFormat(ResponseFormat):
+    origin: ClassVar[str] = "output_config.format"
+
+
 def _output(body: schemas.CountTokensRequest) -> dict[str, Any]:
     """Raises: APIError"""
     config = body.output_config or schemas.OutputConfig()
@@ -65,8 +69,7 @@ def _output(body: schemas.CountTokensRequest) -> dict[str, Any]:
     if config.effort is not None:
         fields["reasoning_effort"] = config.effort
     if format is not None:
-        schema = {"name": "schema", "schema": format.schema_}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields["response_format"] = _OutputFormat(type="json_schema", json_schema=JSONSchema(schema=format.schema_))
     return fields
 
 

@@ -23,6 +23,9 @@ IGNORED_HEADER = b"x-ignored-parameters"
 """Names of the body's unknown fields, which were ignored."""
 _ORIGIN = re.compile("^https?://[^/]*", re.IGNORECASE)
 """Beginning of a request's target in absolute form (RFC 9112, 3.2.2)."""
+_LENGTHS = {b"content-length", b"transfer-encoding"}
+"""With both, a proxy may see another end of the request than this server, and what follows as a request of its own (RFC
+9112, 6.3)."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 """Valid ids from clients: printable and without spaces, as they are written to logs."""
 
@@ -74,7 +77,7 @@ class Guards:
                 extra = [(b"x-request-id", request_id)]
                 if names:
                     extra.append((IGNORED_HEADER, ", ".join(names).encode()))
-                if is_crowded:
+                if is_crowded or has_two_lengths:
                     extra.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
@@ -82,6 +85,7 @@ class Guards:
         tenant = self._tenant(headers)
         connection = scope.setdefault("state", {}).get("connection")
         is_crowded = connection is not None and connection.is_crowded
+        has_two_lengths = headers.keys() >= _LENGTHS
         scope["state"].update(request_id=request_id.decode(), tenant=tenant or "")
         refusal = self._refusal(scope, headers, tenant)
         if (refusal := refusal or self._shed(scope, is_crowded)) is not None:
@@ -97,6 +101,8 @@ class Guards:
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], tenant: str | None) -> APIError | None:
         if len(scope["headers"]) > MAX_HEADERS:
             return APIError(431, f"at most {MAX_HEADERS} headers are allowed")
+        if headers.keys() >= _LENGTHS:
+            return APIError(400, "a request has Content-Length or Transfer-Encoding, not both; leave one out")
         if scope["path"] not in OPEN_PATHS and not self._is_allowed(headers.get(b"host", b"")):
             return APIError(400, "the header Host names no host of this server; --allowed-hosts lists its hosts")
         if tenant is None and scope["path"] not in OPEN_PATHS | self._public:

@@ -104,11 +104,6 @@ def read_text(buffer: TextBuffer, max_chars: int | None = None) -> Parsing[str]:
     return text
 
 
-def _read_number(buffer: TextBuffer) -> Parsing[None]:
-    if _NUMBER.fullmatch((yield from buffer.whole_run(_NUMERAL, MAX_NUMBER))) is None:
-        raise ParseError
-
-
 def check_value(text: str) -> None:
     """Raises: ParseError, if the text is not exactly one JSON value"""
     read_whole(text, read_value)
@@ -135,8 +130,8 @@ def read_value(buffer: TextBuffer) -> Parsing[None]:
             yield from read_string(buffer)
         elif char in _WORDS:
             yield from read_word(buffer, _WORDS[char])
-        else:
-            yield from _read_number(buffer)
+        elif _NUMBER.fullmatch((yield from buffer.whole_run(_NUMERAL, MAX_NUMBER))) is None:
+            raise ParseError
         while open_brackets:  # the value was an item of the innermost bracket
             char = yield from buffer.past_space()
             if char == ",":

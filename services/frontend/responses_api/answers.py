@@ -1,6 +1,5 @@
 """Answers in the form of the Responses API, whole and as events."""
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import msgspec
 
 from services.frontend.errors import GONE, APIError
-from services.frontend.json_text import json_text
 from services.frontend.openai.answers.chat_output import AnswerParser
 from services.frontend.openai.answers.chunk import ChoiceWriter, Chunk
 from services.frontend.openai.answers.events import one_line
@@ -46,7 +44,7 @@ def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, crea
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
-        "metadata": _raw(body.metadata or {}),
+        "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
@@ -55,21 +53,16 @@ def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, crea
         "service_tier": "default",
         "store": is_stored,
         "temperature": body.temperature,
-        "text": _raw({"format": {"type": "text"}, **text}),
+        "text": {"format": {"type": "text"}, **text},
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": _raw(
-            [{"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()]
-        ),
+        "tools": [
+            {"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()
+        ],
         "top_logprobs": 0,
         "top_p": body.top_p,
         "truncation": "disabled",
         "user": body.user,
     }
-
-
-def _raw(value: Any) -> msgspec.Raw:
-    """Encode a client's value, in which integers may have any size."""
-    return msgspec.Raw(json_text(value).encode())
 
 
 class ResponseEvents(ChoiceWriter):
@@ -181,7 +174,7 @@ def joined(events: Iterable[bytes]) -> JSON:
     response: JSON = {}
     items: list[JSON] = []
     for encoded in events:
-        event = json.loads(encoded.split(b"\ndata: ", 1)[1])  # integers may have any size
+        event = msgspec.json.decode(encoded.split(b"\ndata: ", 1)[1])
         match event["type"]:
             case "response.created":
                 response = event["response"]
@@ -201,5 +194,4 @@ def joined(events: Iterable[bytes]) -> JSON:
 def failed_event(response: JSON, error: APIError, number: int) -> tuple[bytes, bytes]:
     """Return the event that ends a response of which no more is known than `joined` returns, and the response."""
     content = {**response, "status": "failed", "error": _failure(error)}
-    encoded = _raw(content)
-    return _event({"type": "response.failed", "response": encoded}, number), bytes(encoded)
+    return _event({"type": "response.failed", "response": content}, number), msgspec.json.encode(content)

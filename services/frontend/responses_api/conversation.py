@@ -1,11 +1,12 @@
 """Bodies of the Responses API to chat bodies, so that all dialects share the prompt, sampling and tools."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from services.frontend.errors import invalid
 from services.frontend.openai.parameters.body import validated
 from services.frontend.openai.schemas.messages import FunctionDefinition
-from services.frontend.openai.schemas.requests import ChatRequest
+from services.frontend.openai.schemas.requests import ChatRequest, JSONSchema, ResponseFormat
 from services.frontend.responses_api import schemas
 
 JSON = dict[str, Any]
@@ -48,12 +49,17 @@ def chat_request(body: schemas.ResponsesRequest, history: Sequence[schemas.Item]
     return validated(fields, ChatRequest)
 
 
-def _response_format(given: schemas.TextFormat) -> JSON:
-    """`chat_request`'s checks name the fields that are missing or do not belong to the type."""
+class _TextFormat(ResponseFormat):
+    origin: ClassVar[str] = "text.format"
+
+
+def _response_format(given: schemas.TextFormat) -> ResponseFormat:
+    """Raises: APIError"""
     if given.type != "json_schema":
-        return {"type": given.type}
-    schema = {"name": given.name or "schema", "schema": given.schema_, "strict": given.strict}
-    return {"type": "json_schema", "json_schema": schema}
+        return _TextFormat(type=given.type)
+    if given.schema_ is None:
+        raise invalid("text.format.schema is missing; it is the schema that the answer must match", "text")
+    return _TextFormat(type="json_schema", json_schema=JSONSchema(schema=given.schema_))
 
 
 def messages_of(items: Sequence[schemas.Item]) -> list[JSON]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,8 +41,8 @@ log = logging.getLogger("runahead.frontend")
 
 router = APIRouter(prefix="/v1/responses")
 _STORED = errors(*GUARDED, 400, 404)
-_FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
-"""Fields of a chat, and those that they are made of."""
+_FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "text.format": "text"}
+"""Fields of this body, under the names that errors give them."""
 ResponseId = Annotated[str, Path(max_length=512)]
 
 
@@ -164,7 +163,6 @@ async def create(http: HTTPRequest, context: Context) -> Response:
         return await _create(http, context)
     except APIError as error:
         error.param = _FIELDS.get(error.param or "", error.param)
-        error.message = re.sub(r"response_format(\.json_schema)?", "text.format", error.message)
         raise
 
 

@@ -15,7 +15,6 @@ from pydantic import TypeAdapter
 
 from protocol.lora import LoRAAdapter
 from services.frontend.errors import APIError
-from services.frontend.json_text import json_text
 from services.frontend.openai.answers.choice import Delivered
 from services.frontend.responses_api.answers import END_OF_EVENT, joined
 from services.frontend.responses_api.schemas import Item
@@ -114,7 +113,7 @@ class FileContent:
 
     @property
     def response(self) -> bytes:
-        return self.last or json_text(joined(self.events)).encode()
+        return self.last or msgspec.json.encode(joined(self.events))
 
     @property
     def opening(self) -> bytes:

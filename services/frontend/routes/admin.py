@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Path, Query
+from fastapi import APIRouter, Path, Query
+from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import PlainTextResponse
@@ -14,13 +15,22 @@ from services.frontend.context import Context
 from services.frontend.engine.owners import MoveEntry
 from services.frontend.engine.replan import ReplanStatus
 from services.frontend.errors import APIError
-from services.frontend.openai.parameters.body import decoded
-from services.frontend.openapi import GUARDED, errors, operation_id
+from services.frontend.openai.parameters.body import read_object
+from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openapi import GUARDED, errors, operation_id, read_by_handler
 
 router = APIRouter(responses=errors(400, *GUARDED, 503), generate_unique_id_function=operation_id)
 
 
 _SETTINGS = {"type": "object", "maxProperties": 256}
+
+
+class AdapterRequest(OpenObject):
+    lora_name: str = Field(max_length=256)
+
+
+class LoadAdapterRequest(AdapterRequest):
+    lora_path: str = Field(max_length=4096)
 
 
 class ResetResponse(TypedDict):
@@ -83,16 +93,20 @@ class DrainResponse(TypedDict):
     """Requests that it still owns."""
 
 
-@router.post("/v1/load_lora_adapter", summary="Serves a LoRA adapter", response_class=PlainTextResponse)
-async def load_lora_adapter(
-    context: Context, lora_name: Annotated[str, Body(max_length=256)], lora_path: Annotated[str, Body(max_length=4096)]
-) -> str:
+@router.post(
+    "/v1/load_lora_adapter",
+    summary="Serves a LoRA adapter",
+    response_class=PlainTextResponse,
+    openapi_extra=read_by_handler(LoadAdapterRequest),
+)
+async def load_lora_adapter(http: HTTPRequest, context: Context) -> str:
     """Open requests and new ones go on while its files are checked."""
+    body = await context.bodies.parse(http, LoadAdapterRequest)
     try:
-        await run_in_threadpool(context.model.adapters.load, lora_name, lora_path)
+        await run_in_threadpool(context.model.adapters.load, body.lora_name, body.lora_path)
     except (CheckpointError, OSError) as error:
         raise APIError(400, str(error)) from None
-    return f"Success: LoRA adapter '{lora_name}' added successfully."
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
 @router.post(
@@ -100,14 +114,16 @@ async def load_lora_adapter(
     summary="Serves a LoRA adapter no longer",
     response_class=PlainTextResponse,
     responses=errors(404),
+    openapi_extra=read_by_handler(AdapterRequest),
 )
-async def unload_lora_adapter(context: Context, lora_name: Annotated[str, Body(max_length=256, embed=True)]) -> str:
+async def unload_lora_adapter(http: HTTPRequest, context: Context) -> str:
     """New requests cannot name it; open ones end as they began."""
+    body = await context.bodies.parse(http, AdapterRequest)
     try:
-        context.model.adapters.unload(lora_name)
+        context.model.adapters.unload(body.lora_name)
     except CheckpointError as error:
         raise APIError(404, str(error)) from None
-    return f"Success: LoRA adapter '{lora_name}' removed successfully."
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 
 @router.post("/reset_prefix_cache", summary="Empties the prefix caches of all engines")
@@ -179,7 +195,7 @@ async def replan(
     drain_timeout: Annotated[float, Query(ge=0, le=86400)] = 60.0,
 ) -> ReplanStatus:
     """The body is an object with names and values of settings, such as {"tensor_parallel_size": 2}."""
-    await context.replans.begin(decoded(await http.body()), timeout, drain_timeout)
+    await context.replans.begin(await read_object(http), timeout, drain_timeout)
     return await replan_status(context)
 
 

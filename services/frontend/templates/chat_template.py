@@ -1,5 +1,6 @@
 """Chat messages to a prompt, with the checkpoint's jinja template. A template never comes from a request."""
 
+import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -66,7 +67,7 @@ def find_template(checkpoint: Path, override: str | None, kind: str = "default")
         if kind != "default":
             return None
         try:
-            return Path(override).read_text(encoding="utf-8")
+            return Path(os.path.expanduser(override)).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"--chat-template {override} cannot be read: {error}") from None
     if (text := read_text(checkpoint, _FILES[kind])) is not None:

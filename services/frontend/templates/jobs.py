@@ -1,15 +1,12 @@
 """Messages between a frontend and the process that renders its chat templates.
 
-They are JSON, because clients' values may have integers of any size.
+They are JSON, as clients' values may have integers of any size, which MessagePack has none for.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-
-from services.frontend.json_text import json_text
 
 
 class TemplateSources(msgspec.Struct, array_like=True):
@@ -58,12 +55,3 @@ class TemplatesBroken(msgspec.Struct, array_like=True, tag=True):
 
 
 Outcome = Rendered | TemplateRefused | LimitReached | TemplatesBroken
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    return json_text(msgspec.to_builtins(message)).encode()
-
-
-def decode(data: bytes, kind: Any) -> Any:
-    """Return a message, whose type is `kind`."""
-    return msgspec.convert(json.loads(data), kind)

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import meta
 
 from services.frontend.templates import jobs
@@ -78,14 +79,14 @@ def _limit_seconds(seconds: float) -> None:
 def _compile(data: bytes) -> tuple[CompiledTemplates | None, jobs.Outcome]:
     _limit_seconds(COMPILE_SECONDS)
     try:
-        return CompiledTemplates(jobs.decode(data, jobs.TemplateSources)), jobs.Rendered("")
+        return CompiledTemplates(msgspec.json.decode(data, type=jobs.TemplateSources)), jobs.Rendered("")
     except (jinja2.TemplateError, MemoryError, RecursionError) as error:
         return None, jobs.TemplatesBroken(" ".join(str(error).split())[:1000] or type(error).__name__)
 
 
 def _outcome(templates: CompiledTemplates, data: bytes) -> jobs.Outcome:
     try:
-        job: jobs.Conversation = jobs.decode(data, jobs.Conversation)
+        job = msgspec.json.decode(data, type=jobs.Conversation)
         _limit_seconds(job.seconds)
         return templates.render(job)
     except MemoryError:
@@ -98,9 +99,9 @@ def main(descriptor: str, parent: str) -> int:
     gc.freeze()
     with Connection(int(descriptor)) as connection, contextlib.suppress(EOFError, OSError):  # the frontend has ended
         templates, outcome = _compile(connection.recv_bytes())
-        connection.send_bytes(jobs.encode(outcome))
+        connection.send_bytes(msgspec.json.encode(outcome))
         while templates is not None:
-            connection.send_bytes(jobs.encode(_outcome(templates, connection.recv_bytes())))
+            connection.send_bytes(msgspec.json.encode(_outcome(templates, connection.recv_bytes())))
     return 0
 
 

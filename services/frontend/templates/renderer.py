@@ -3,6 +3,8 @@
 import logging
 import threading
 
+import msgspec
+
 from services.checkpoint import CheckpointError
 from services.frontend.templates import jobs, render_process
 from services.helper_process import HelperProcess
@@ -13,6 +15,7 @@ START_SECONDS = 60.0
 """Time limit for a renderer to start and compile the templates."""
 PATIENCE_SECONDS = 5.0
 """Time beyond a job's own limit after which the renderer is killed: it may share its core."""
+_OUTCOMES: msgspec.json.Decoder[jobs.Outcome] = msgspec.json.Decoder(jobs.Outcome)
 
 
 def broken(reason: str) -> CheckpointError:
@@ -27,7 +30,7 @@ class Renderer:
 
     def __init__(self, sources: jobs.TemplateSources) -> None:
         """Raises: CheckpointError, if a template is broken"""
-        self._sources = jobs.encode(sources)
+        self._sources = msgspec.json.encode(sources)
         self._lock = threading.Lock()
         self._process: HelperProcess | None = self._started()
 
@@ -35,7 +38,7 @@ class Renderer:
         """Raises: CheckpointError"""
         process = HelperProcess(render_process.__name__)
         try:
-            outcome: jobs.Outcome = jobs.decode(process.exchange(self._sources, START_SECONDS), jobs.Outcome)
+            outcome: jobs.Outcome = _OUTCOMES.decode(process.exchange(self._sources, START_SECONDS))
         except (EOFError, OSError):
             outcome = jobs.TemplatesBroken("it takes too much time or memory to compile")
         if isinstance(outcome, jobs.TemplatesBroken):
@@ -48,10 +51,9 @@ class Renderer:
             if self._process is None or not self._process.is_alive:  # a process that ends while idle harms no request
                 self._process = self._started()
             try:
-                outcome: jobs.Outcome = jobs.decode(
-                    self._process.exchange(jobs.encode(job), job.seconds + PATIENCE_SECONDS), jobs.Outcome
+                return _OUTCOMES.decode(
+                    self._process.exchange(msgspec.json.encode(job), job.seconds + PATIENCE_SECONDS)
                 )
-                return outcome
             except (EOFError, OSError):
                 log.warning("the renderer of chat templates is replaced: a template reached its limits")
                 self._process = self._process.close()

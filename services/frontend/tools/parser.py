@@ -106,7 +106,8 @@ class ToolParser(TextParser):
             self._buffer.keep(MAX_HELD)
             yield from self._attempt(self._calls(""))
         if not self.openings:
-            yield from self._rest()
+            while (yield from self._buffer.peek()):
+                self._content(self._buffer.rest())
             return
         while marker := (yield from self._content_until(*self.openings, *self.closings)):
             if marker in self.openings:
@@ -151,11 +152,6 @@ class ToolParser(TextParser):
                 return (yield from read_word(buffer, *markers))
             except ParseError:
                 self._break()
-
-    def _rest(self) -> Parsing[None]:
-        """Read content up to the end."""
-        while (yield from self._buffer.peek()):
-            self._content(self._buffer.rest())
 
     def _attempt(self, parsing: Parsing[None]) -> Parsing[None]:
         """Run a parser of calls; if the text does not match, the kept text that was not returned is content."""

@@ -8,6 +8,7 @@ import struct
 import time
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from protocol.requests import GenerateRequest, RequestOutputs
@@ -21,6 +22,7 @@ from tests.integration.frontend.scripted import (
     tokens,
     wait_until,
 )
+from tests.metrics import total
 
 
 def connect(frontend: Frontend, buffer: int | None = None) -> socket.socket:
@@ -74,6 +76,23 @@ def test_target_in_absolute_form_is_that_of_its_path(frontend: Frontend) -> None
     with connect(frontend) as connection:
         connection.sendall(b"GET HTTP://localhost:8000/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert read_json(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_request_with_two_lengths_is_refused_and_nothing_behind_it_is_read(frontend: Frontend) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    with connect(frontend) as connection:
+        connection.sendall(head + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + head)
+        answer = read_all(connection)
+    assert (answer[:13], answer.count(b"HTTP/1.1"), b"not both" in answer) == (b"HTTP/1.1 400 ", 1, True)
+
+
+def test_client_that_leaves_while_it_sends_settings_is_no_bug() -> None:
+    with scripted(enable_admin_routes=True) as (frontend, _):
+        with connect(frontend) as connection:
+            connection.sendall(b"POST /engines/replan HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        counted = {"handler": "/engines/replan", "status": "4xx"}
+        page = f"{frontend.url}/metrics"
+        wait_until(lambda: total(httpx.get(page).text, "http_requests_total", **counted) == 1, "it is counted")
 
 
 def reset(connection: socket.socket) -> None:

@@ -231,6 +231,7 @@ BAD: list[dict[str, object]] = [
     {"context_management": {}},
     {"output_config": {"format": {"type": "text"}}},
     {"output_format": FORMAT, "output_config": {"format": FORMAT}},
+    {"output_config": {"format": FORMAT}, "ignore_eos": True},
     {"stop_sequences": "x"},
     {"best_of": 2},
     {"logit_bias": {"-1": 1}},

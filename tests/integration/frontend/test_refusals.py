@@ -308,3 +308,11 @@ def test_compressed_body_is_refused_by_name(frontend: Frontend) -> None:
     body, headers = gzip.compress(b'{"prompt": "x"}'), {"content-encoding": "gzip"}
     refused = httpx.post(f"{frontend.url}{COMPLETIONS}", content=body, headers=headers, timeout=PATIENCE)
     assert "gzip" in error_of(refused, 415)["message"]
+
+
+def test_bodies_of_admin_routes_are_read_like_those_of_others() -> None:
+    with scripted(enable_admin_routes=True, max_body_bytes=1024) as (frontend, _):
+        path = "/v1/load_lora_adapter"
+        assert error_of(frontend.post(path, {"lora_name": "a"}), 400)["message"] == "lora_path: this field is missing"
+        refused = httpx.post(frontend.url + path, content=iter([b"{", b"x" * 1024]))
+        assert (refused.status_code, "1024 bytes" in refused.text) == (413, True)

@@ -137,6 +137,7 @@ def test_a_lost_server_stops_the_batch_with_the_answers_so_far(
         (json.dumps({"url": "/v1/completions", "body": {}}), "missing_custom_id"),
         (line("a", method="GET"), "invalid_method"),
         (line("a", url="/v1/files"), "invalid_url"),
+        (line("a", url=["/v1/completions"]), "invalid_url"),
         (line("a", body=[]), "invalid_body"),
         (line("a", body={"stream": True}), "invalid_body"),
         (line("used"), "duplicate_custom_id"),

@@ -128,7 +128,15 @@ def test_placeholder_of_a_value_in_the_help(name: str, placeholder: str) -> None
 
 @pytest.mark.parametrize(
     ("given", "size"),
-    [("4G", 4 << 30), ("4g", 4_000_000_000), ("1.5GiB", 3 << 29), ("25.6k", 25_600), ("1 MB", 1_000_000), ("7", 7)],
+    [
+        ("4G", 4 << 30),
+        ("4g", 4_000_000_000),
+        ("1.5GiB", 3 << 29),
+        ("25.6k", 25_600),
+        ("1 MB", 1_000_000),
+        ("7", 7),
+        ("9" * 400 + "k", 10**403),
+    ],
 )
 def test_sizes_have_suffixes(given: str, size: int) -> None:
     assert merge(ServeConfig, {"kv_cache_memory_bytes": given}, None, {}).config.kv_cache_memory_bytes == size

@@ -24,10 +24,6 @@ from services.frontend.text.tokenizer import Tokenizer
 _REASONS: dict[FinishReason, FinishName] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
-def _ignore(_: float) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class ChoiceContext:
     """Objects that all choices of one HTTP request share."""
@@ -126,7 +122,7 @@ class Choice(RequestStream):
             return b""
         now, written = time.monotonic(), []
         self._first_token = self._last_token = now
-        self._observe_gap = _ignore
+        self._observe_gap = lambda _: None
         for batch in batches:
             self.output += batch
             written.append(self.feed(batch, None, now))

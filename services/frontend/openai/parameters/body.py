@@ -45,11 +45,11 @@ class BodyParser:
 
     async def parse(self, http: HTTPRequest, kind: type[B]) -> B:
         """Raises: APIError, naming the field that is wrong"""
-        return self._checked(http, decoded(await _read(http)), kind)
+        return self._checked(http, await read_object(http), kind)
 
     async def parse_prompt(self, http: HTTPRequest, chat: type[B], other: type[C]) -> B | C:
         """Parse a conversation, which has `messages`, or another prompt. Raises: APIError, as `parse`"""
-        content = decoded(await _read(http))
+        content = await read_object(http)
         return self._checked(http, content, chat) if "messages" in content else self._checked(http, content, other)
 
     def _checked(self, http: HTTPRequest, content: dict[str, Any], kind: type[B]) -> B:
@@ -97,12 +97,13 @@ def validated(content: dict[str, Any], kind: type[B]) -> B:
     return body
 
 
-async def _read(http: HTTPRequest) -> bytes:
+async def read_object(http: HTTPRequest) -> dict[str, Any]:
+    """Return the JSON object that the body of a request is. Raises: APIError"""
     if (encoding := http.headers.get("content-encoding", "identity")) != "identity":
         raise APIError(415, f"a body with Content-Encoding {encoding!r:.99} is not read; send it uncompressed")
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            return await http.body()
+            return decoded(await http.body())
     except TimeoutError:
         raise APIError(408, "the request body did not arrive in time") from None
     except ClientDisconnect:

@@ -93,7 +93,9 @@ def sampling_params(
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
             bad_words=bad_words,
-            allowed_token_ids=_allowed(body.allowed_token_ids, vocab_size),
+            allowed_token_ids=pack(
+                sorted({*checked_ids(body.allowed_token_ids or [], vocab_size, "allowed_token_ids")})
+            ),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
@@ -124,10 +126,6 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int,
             )
         biases[token] = float(bias)
     return tuple(biases.items())
-
-
-def _allowed(given: list[int] | None, vocab_size: int) -> bytes:
-    return pack(sorted(set(checked_ids(given or [], vocab_size, "allowed_token_ids"))))
 
 
 def _logprobs(body: CompletionRequest | ChatRequest) -> tuple[int | None, int | None]:

@@ -19,7 +19,7 @@ def constraint_field(body: BaseGenerationRequest) -> str | None:
     if body.structured_outputs is not None:
         return "structured_outputs"
     format = body.response_format
-    return "response_format" if format is not None and format.type != "text" else None
+    return format.origin if format is not None and format.type != "text" else None
 
 
 def structured_params(body: BaseGenerationRequest) -> StructuredOutputParams | None:

@@ -1,7 +1,7 @@
 """Request bodies. Every field has a bound."""
 
 from functools import cache
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,6 +31,8 @@ class JSONSchema(BaseModel):
 
 class ResponseFormat(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+    origin: ClassVar[str] = "response_format"
+    """Field of the client's body that it is made of."""
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JSONSchema | None = None
     structures: Annotated[list[fields.JSON], Field(max_length=256, fail_fast=True)] | None = None

@@ -110,6 +110,12 @@ def test_broken_template_is_refused_at_start(tmp_path: Path) -> None:
         find_template(tmp_path, str(tmp_path / "missing.jinja"))
 
 
+def test_template_of_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.jinja").write_text("T")
+    assert find_template(tmp_path, "~/own.jinja") == "T"
+
+
 def test_template_is_found_in_its_three_places(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
