@@ -1,6 +1,7 @@
 """Requests that fail: status and error body of each kind of failure, and the time at which it is reported."""
 
 import asyncio
+import codecs
 import gzip
 import json
 from pathlib import Path
@@ -308,3 +309,10 @@ def test_compressed_body_is_refused_by_name(frontend: Frontend) -> None:
     body, headers = gzip.compress(b'{"prompt": "x"}'), {"content-encoding": "gzip"}
     refused = httpx.post(f"{frontend.url}{COMPLETIONS}", content=body, headers=headers, timeout=PATIENCE)
     assert "gzip" in error_of(refused, 415)["message"]
+
+
+def test_byte_order_mark_is_no_part_of_a_body(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    """Editors and shells of Windows put it in front of UTF-8."""
+    scheduler.script(answering("fine"))
+    body = codecs.BOM_UTF8 + b'{"prompt": "x"}'
+    assert httpx.post(f"{frontend.url}{COMPLETIONS}", content=body, timeout=PATIENCE).status_code == 200
