@@ -41,11 +41,13 @@ class Batch:
         pending: deque[asyncio.Task[tuple[str, bool]]] = deque()
         try:
             # A half of a surrogate pair, as in a custom_id, becomes its escape, which is the same in JSON
-            with self._target.open("w", encoding="utf-8", errors="backslashreplace") as output:
+            with self._target.open("w", 1, encoding="utf-8", errors="backslashreplace") as output:
                 await self._run(sender, pending, output)
             self.ended = True
-        except (OSError, ServerGone) as error:
+        except ServerGone as error:
             self.error = str(error)
+        except OSError as error:
+            self.error = f"{error.filename or self._target}: {error.strerror or error}"
         finally:
             for task in pending:
                 task.cancel()
@@ -79,7 +81,6 @@ class Batch:
         self.num_errors += is_error
         if time.monotonic() - self._reported > REPORT_SECONDS:
             self._reported = time.monotonic()
-            output.flush()
             print(f"{self.num_written} lines answered", file=sys.stderr, flush=True)
 
 

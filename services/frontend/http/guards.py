@@ -142,7 +142,7 @@ class Guards:
         return digest.hex()[:16] if any(matches) and scheme.lower() == b"bearer" else None
 
     def _too_large(self) -> APIError:
-        return APIError(413, f"the request body is larger than {self._max_body} bytes")
+        return APIError(413, f"the request body is larger than {self._max_body} bytes (--max-body-bytes)")
 
     def _bounded(self, receive: Receive) -> Receive:
         """Count the body's bytes while it is read, whatever its headers declare."""

@@ -30,9 +30,9 @@ def listen(config: HttpConfig) -> Iterator[socket.socket]:
 
 def _tcp(config: HttpConfig) -> socket.socket:
     host, port = config.host, config.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family, both = socket.AF_INET6 if ":" in host else socket.AF_INET, host == "::"
     try:
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}") from None
     scheme, shown = "http" if config.ssl_certfile is None else "https", f"[{host}]" if ":" in host else host

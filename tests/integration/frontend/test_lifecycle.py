@@ -10,6 +10,8 @@ from msgspec.structs import replace
 
 from protocol.codec import unpack
 from protocol.requests import EnginePhase, EngineState, GenerateRequest, RequestOutputs
+from services.config import HttpConfig
+from services.frontend.http.listener import listen
 from services.process import EXIT_HUNG
 from tests.integration.frontend.scripted import (
     PATIENCE,
@@ -235,6 +237,11 @@ def test_taken_port_is_one_line() -> None:
             assert frontend.wait() == 1
             assert f"cannot listen on 127.0.0.1 port {port}" in frontend.log
             assert "Traceback" not in frontend.log
+
+
+def test_all_addresses_of_ipv6_include_those_of_ipv4() -> None:
+    with listen(HttpConfig(host="::", port=0)) as listener:
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), PATIENCE).close()
 
 
 def test_evil_template_is_refused_at_start(tmp_path: Path) -> None:

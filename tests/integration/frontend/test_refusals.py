@@ -1,6 +1,7 @@
 """Requests that fail: status and error body of each kind of failure, and the time at which it is reported."""
 
 import asyncio
+import codecs
 import gzip
 import json
 from pathlib import Path
@@ -316,3 +317,10 @@ def test_bodies_of_admin_routes_are_read_like_those_of_others() -> None:
         assert error_of(frontend.post(path, {"lora_name": "a"}), 400)["message"] == "lora_path: this field is missing"
         refused = httpx.post(frontend.url + path, content=iter([b"{", b"x" * 1024]))
         assert (refused.status_code, "1024 bytes" in refused.text) == (413, True)
+
+
+def test_byte_order_mark_is_no_part_of_a_body(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    """Editors and shells of Windows put it in front of UTF-8."""
+    scheduler.script(answering("fine"))
+    body = codecs.BOM_UTF8 + b'{"prompt": "x"}'
+    assert httpx.post(f"{frontend.url}{COMPLETIONS}", content=body, timeout=PATIENCE).status_code == 200

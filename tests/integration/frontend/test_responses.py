@@ -228,6 +228,7 @@ BAD: list[dict[str, Any]] = [
     {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
     {"input": [{"type": "message", "role": "tool", "content": "x"}]},
     {"tools": [{"type": "web_search"}]},
+    {"tools": [TOOL, {"type": "mcp", "server_label": "x"}]},
     {"tool_choice": "required"},
     {"tool_choice": {"type": "function", "name": "other"}, "tools": [TOOL]},
     {"background": True, "store": False},
@@ -246,11 +247,12 @@ BAD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", BAD, ids=[f"{i}-{next(iter(row))}" for i, row in enumerate(BAD)])
-def test_bad_field_is_refused(frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object]) -> None:
+def test_bad_field_is_refused(frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, Any]) -> None:
     response = frontend.post(PATH, {"model": "demo", "input": "Hi", **fields})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["param"], "response_format" in error["message"]) == (next(iter(fields)), False)
+    assert all(".type: " in error["message"] for tool in fields.get("tools", ()) if tool["type"] != "function")
     assert ("file_id" in str(fields)) == ("file_id: this field is not supported here" in error["message"])
     assert scheduler.requests == []
 

@@ -129,6 +129,14 @@ def test_a_lost_server_stops_the_batch_with_the_answers_so_far(
     assert [answer["custom_id"] for answer in answers] == ["a"]
 
 
+def test_full_disk_is_named_with_the_file(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(line("a"))
+    with serving() as url:
+        done = run_command(capsys, "run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", "/dev/full", "--url", url)
+    assert (done.status, done.stderr) == (2, "runahead: /dev/full: No space left on device\n")
+    assert done.stdout.startswith("0 lines written to /dev/full")
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [

@@ -1,6 +1,7 @@
 """Request bodies: from bytes to checked fields."""
 
 import asyncio
+import codecs
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -113,7 +114,7 @@ async def read_object(http: HTTPRequest) -> dict[str, Any]:
 def _json(raw: bytes) -> Any:
     """Raises: APIError"""
     try:
-        return json_value(raw)
+        return json_value(raw.removeprefix(codecs.BOM_UTF8))
     except RecursionError:
         raise invalid(f"the request body is nested too deeply; at most {MAX_DEPTH} levels are possible") from None
     except UnicodeDecodeError:  # its text would show bytes as 0xff
@@ -150,8 +151,9 @@ def _named(error: pydantic.ValidationError) -> APIError:
     return invalid(message, field or None, logged=f"{field or 'the request body'}: {deepest['type']}")
 
 
-def _specificity(error: ErrorDetails) -> tuple[bool, int, bool]:
-    return error["type"] == "too_long", len(error["loc"]), not error["type"].endswith("_type")
+def _specificity(error: ErrorDetails) -> tuple[bool, int, bool, bool]:
+    is_kind = error["loc"][-1:] == ("type",)  # of another kind of object other fields are missing
+    return error["type"] == "too_long", len(error["loc"]), is_kind, not error["type"].endswith("_type")
 
 
 def _is_name(part: int | str) -> bool:

@@ -1,4 +1,4 @@
-"""Base of the objects in request bodies, and their fields of OpenAI, vLLM and llama.cpp that are not served."""
+"""Base of the objects in request bodies, and their fields of OpenAI, vLLM, SGLang and llama.cpp that are not served."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -24,6 +24,10 @@ NEUTRAL: Neutral = {
     "guided_whitespace_pattern": (),
     "grammar": ("",),
     "json_schema": ({},),
+    "regex": ("",),
+    "ebnf": ("",),
+    "stop_regex": ("", []),
+    "lora_path": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "spaces_between_special_tokens": (True,),
@@ -68,6 +72,10 @@ HINTS: Mapping[str, str] = {
     "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
     "grammar": "use structured_outputs.grammar",
     "json_schema": "use structured_outputs.json or response_format",
+    "regex": "use structured_outputs.regex",
+    "ebnf": "use structured_outputs.grammar",
+    "stop_regex": "use stop",
+    "lora_path": "name the adapter as model",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "logits_processors": "requests bring no code: use logit_bias, bad_words or allowed_token_ids",

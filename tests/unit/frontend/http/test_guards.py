@@ -138,7 +138,7 @@ async def test_body_over_the_limit_is_413_with_and_without_content_length() -> N
         assert (await client.post("/", content=b"x" * 1001)).status_code == 413
         refused = await client.post("/", content=endless())
         assert refused.status_code == 413
-        assert "1000" in refused.json()["error"]["message"]
+        assert "1000 bytes (--max-body-bytes)" in refused.json()["error"]["message"]
 
 
 async def test_valid_request_id_is_returned_and_others_are_replaced() -> None:

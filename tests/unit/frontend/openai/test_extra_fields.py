@@ -116,6 +116,7 @@ def test_modes(caplog: pytest.LogCaptureFixture) -> None:
         ("thinking_token_budget", 5), ("logprob_token_ids", [5]), ("truncation_side", "right"),
         ("repetition_detection", {}), ("moderation", {"model": "x"}), ("tools", [{}]), ("max_completion_tokens", 4),
         ("reasoning_effort", "low"), ("grammar", "x"), ("json_schema", {"type": "object"}),
+        ("regex", "x"), ("ebnf", "x"), ("stop_regex", "x"), ("lora_path", "x"),
     ],
 )  # fmt: skip
 def test_known_parameter_that_is_not_served_is_refused_by_name(
