@@ -8,7 +8,16 @@ from typer.core import TyperCommand
 
 from services.cli.flags_of_others import hint
 from services.cli.settings import ConfigurationError
-from services.config import FrontendConfig, HttpConfig, SchedulerConfig, ServiceConfig, SimulatorConfig
+from services.config import (
+    OF_RAY,
+    WHY_NOT_OF_RAY,
+    FrontendConfig,
+    HttpConfig,
+    SchedulerConfig,
+    ServiceConfig,
+    SimulatorConfig,
+)
+from services.config import flag as flag_of
 from services.config.worker import BackendConfig
 
 COMMON = (
@@ -56,6 +65,8 @@ class GroupedCommand(TyperCommand):
                 args[index] = f"{dashed}{separator}{value}"
             elif (text := hint(dashed)) is not None:
                 raise ConfigurationError(text)
+            elif ctx.info_name == "ray" and dashed in map(flag_of, OF_RAY):
+                raise ConfigurationError(f"{dashed}: {WHY_NOT_OF_RAY}")
         return super().parse_args(ctx, [*_repeated(args)])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -17,7 +17,7 @@ from services.config.commands import (
 from services.config.frontend import FrontendConfig
 from services.config.http import HttpConfig
 from services.config.kv_events import KVEventsConfig
-from services.config.ray import OF_RAY, RayCommandConfig, RayConfig
+from services.config.ray import OF_RAY, WHY_NOT_OF_RAY, RayCommandConfig, RayConfig
 from services.config.scheduler import SchedulerConfig
 from services.config.serve import ENDPOINTS, OF_ONE_ENGINE, OMITTED, SERVICES, ServeConfig
 from services.config.simulator import SimulatorConfig

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.config.serve import OMITTED, ServeConfig
+from services.config.serve import CONNECTION, OMITTED, ServeConfig
 
 
 class RayConfig(ServeConfig):
@@ -60,6 +60,8 @@ class RayCommandConfig(RayConfig):
 
 
 OF_RAY = OMITTED | {
+    *CONNECTION,
+    "headless",
     "host_ip",
     "prefill_engines",
     "record",
@@ -71,5 +73,8 @@ OF_RAY = OMITTED | {
     "uds",
     "insecure_transport",
 }
-"""Settings that an application on Ray does not have: Ray places its services, which make their keys themselves, and
-engines that come and go cannot share a file. They are all equal, so they have no roles."""
+"""Settings that an application on Ray does not have. Its engines are all equal, so they have no roles."""
+WHY_NOT_OF_RAY = (
+    "an application on Ray does not have this setting: Ray places the services, they make their keys themselves, and "
+    "engines that come and go cannot share a file"
+)

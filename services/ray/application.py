@@ -12,16 +12,12 @@ from ray.serve import Application
 from services import release
 from services.cli.preflight import check_placement, check_policy
 from services.cli.settings import ConfigurationError, meant_key, merge
-from services.config import OF_RAY, RayConfig, flag
+from services.config import OF_RAY, WHY_NOT_OF_RAY, RayConfig, flag
 from services.ray.cluster import check_resources, show_reasons
 from services.ray.engine import EngineReplica
 from services.ray.frontend import FrontendReplica
 from services.ray.resources import FRONTEND_CPUS, bundles
 
-WHY_REFUSED = (
-    "an application on Ray does not have this setting: Ray places the services, they make their keys themselves, and "
-    "engines that come and go cannot share a file"
-)
 ATTEMPTS = 3
 """Starts of a replica that fail before the deployment does."""
 METRICS_INTERVAL = 2.0
@@ -42,7 +38,7 @@ def app(args: dict[str, Any]) -> Application:
 def settings(args: Mapping[str, Any]) -> RayConfig:
     """Raises: ConfigurationError"""
     if refused := sorted(OF_RAY.intersection(args)):
-        raise ConfigurationError(f"{flag(refused[0])}: {WHY_REFUSED}")
+        raise ConfigurationError(f"{flag(refused[0])}: {WHY_NOT_OF_RAY}")
     if unknown := sorted(args.keys() - RayConfig.model_fields.keys()):
         raise ConfigurationError(f"there is no setting {unknown[0]}{meant_key(unknown[0], RayConfig.model_fields)}")
     return merge(RayConfig, args, omitted=OF_RAY).config

@@ -54,7 +54,7 @@ class DiskTier:
         self._writes_from = 0.0
         """Monotonic seconds."""
         self._size, self._since_scan = 0, max_bytes
-        """Bytes of all files when they were last looked at, and bytes written since."""
+        """Bytes of all files when they were last looked at, less what was dropped since, and bytes written since."""
         self._is_scanned = False
         self.changes = TierChanges()
         if not os.access(self._root, os.W_OK):
@@ -63,7 +63,7 @@ class DiskTier:
     @property
     def num_bytes(self) -> int:
         """Bytes of all files; 0: they were not looked at."""
-        return self._size + self._since_scan if self._is_scanned else 0
+        return max(0, self._size + self._since_scan) if self._is_scanned else 0
 
     def begin(self) -> None:
         """Look at all files, if that was not done."""
@@ -130,7 +130,7 @@ class DiskTier:
         with suppress(FileNotFoundError):
             size = path.stat().st_size
             path.unlink()
-            self._size = max(0, self._size - size)
+            self._size -= size  # may be less than 0: the block was written since
             self.changes.removed.append(name)
 
     def _path(self, name: bytes) -> Path:

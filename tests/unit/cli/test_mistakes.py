@@ -129,6 +129,8 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
         ("run-batch", "-i", __file__, "-o", "/tmp/out", "--url", "http://127.0.0.1:1"),
         "--url: no server answers at http://127.0.0.1:1",
     ),
+    (("ray", "--headless"), "--headless: an application on Ray does not have this setting"),
+    (("ray", "--record", "/tmp/x"), "--record: an application on Ray does not have this setting"),
     (("run-batch", "--port", "80"), "No such option: --port"),
     (("serve", "--max-num-seqs", "many"), "--max-num-seqs: input should be a valid integer"),
     (("serve", "--dtype", "int8"), "'auto', 'float32' or 'bfloat16', not 'int8'"),

@@ -139,6 +139,22 @@ def test_the_files_used_last_stay_within_the_limit(directory: Path) -> None:
     assert read(tier(directory, "another model"), 0) is None, "the least recently used one is of another model"
 
 
+def test_bytes_are_those_of_the_files_that_are_left(directory: Path) -> None:
+    kept = tier(directory)
+    kept.begin()
+    for number in range(4):
+        kept.put(name(number), content(number))
+    for number in (0, 1, 9):
+        kept.drop(name(number))
+    assert kept.num_bytes == sum(path.stat().st_size for path in files(directory))
+    other = tier(directory)
+    other.begin()
+    for number in (2, 3):
+        kept.drop(name(number))
+        other.drop(name(number))
+    assert kept.num_bytes == 0
+
+
 def test_a_write_that_was_killed_is_removed_later(directory: Path) -> None:
     kept = tier(directory)
     kept.put(name(1), content(1))
