@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from services.checkpoint import DEMO_MODEL
+from tests.e2e.forked import CODE
+from tests.preloaded import OUTPUT, PreloadedProcess
 
 
 def test_batch_starts_and_stops_its_services(tmp_path: Path) -> None:
@@ -24,17 +24,16 @@ def test_batch_starts_and_stops_its_services(tmp_path: Path) -> None:
             for i, (url, body) in enumerate(bodies)
         )
     )
-    command = [sys.executable, "-m", "services.cli", "run-batch", str(DEMO_MODEL), "--backend", "sim"]
+    command = ("run-batch", str(DEMO_MODEL), "--backend", "sim", "-i", str(source), "-o", str(target))
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RUNAHEAD_")}
-    done = subprocess.run(
-        [*command, "-i", str(source), "-o", str(target)],
-        env=clean | {"XDG_RUNTIME_DIR": str(runtime), "RUNAHEAD_API_KEY": "sesame"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1, done.stderr
-    assert "3 lines written" in done.stdout
+    environment = clean | {"XDG_RUNTIME_DIR": str(runtime), "RUNAHEAD_API_KEY": "sesame"}
+    with (tmp_path / "log").open("w+") as log:
+        process = PreloadedProcess(CODE, *command, pipes=(OUTPUT,), log=log, environment=environment, is_parent=True)
+        with process.stdout:
+            printed = process.stdout.read().decode()
+        log.seek(0)
+        assert process.wait() == 1, log.read()
+    assert "3 lines written" in printed
     answers = [json.loads(line) for line in target.read_text().splitlines()]
     statuses = [answer["response"]["status_code"] for answer in answers]
     assert statuses[0] == 200

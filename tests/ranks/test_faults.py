@@ -2,8 +2,6 @@
 
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -14,6 +12,7 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.steps import NewRequest, SchedulerOutput
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, NUM_SLOTS, DrivenRequest
+from tests.preloaded import INPUT, OUTPUT, PreloadedProcess
 from tests.ranks.failures import RankFailure
 from tests.ranks.group import GroupDriver, NativeRankProcess, RankPool, encode
 from tests.ranks.models import per_change
@@ -147,6 +146,7 @@ from services.worker.distributed.ranks import Ranks
 from services.worker.distributed.rendezvous import listen
 from services.worker.distributed.messages import Tag
 
+sys.stdin = open(0)  # multiprocessing has closed it
 rank, listener = int(sys.argv[1]), listen("127.0.0.1")
 print("%s:%d" % listener.getsockname(), flush=True)
 ranks = Ranks(Assignment(1, rank, 2, 16, 4, 64, 0, 2, 1, input()), listener).join()
@@ -169,30 +169,27 @@ os._exit(0)
 
 
 @pytest.fixture
-def half_sent() -> Iterator[list[subprocess.Popen[str]]]:
+def half_sent() -> Iterator[list[PreloadedProcess]]:
     with ExitStack() as stack:
-        command, pipe = [sys.executable, "-c", HALF_WAY], subprocess.PIPE
-        ranks = [subprocess.Popen([*command, rank], stdin=pipe, stdout=pipe, text=True) for rank in "01"]
+        ranks = [PreloadedProcess(HALF_WAY, rank, pipes=(INPUT, OUTPUT)) for rank in "01"]
         for rank in ranks:
-            stack.enter_context(rank)
+            stack.enter_context(rank.stdin)
+            stack.enter_context(rank.stdout)
+            stack.callback(rank.wait)
             stack.callback(rank.kill)
         rendezvous, _ = (rank.stdout.readline() for rank in ranks)
         for rank in ranks:
             rank.stdin.write(rendezvous)
-            rank.stdin.flush()
-        assert ranks[1].stdout.readline() == "receiving\n"
+        assert ranks[1].stdout.readline() == b"receiving\n"
         yield ranks
 
 
-def test_abort_frees_a_rank_whose_partner_dies_half_way_through_a_message(
-    half_sent: list[subprocess.Popen[str]],
-) -> None:
+def test_abort_frees_a_rank_whose_partner_dies_half_way_through_a_message(half_sent: list[PreloadedProcess]) -> None:
     """gloo neither completes nor fails such a message."""
     sender, receiver = half_sent
     for word in ("sending", "RanksLost"):
-        sender.stdin.write("\n")
-        sender.stdin.flush()
-        assert sender.stdout.readline() == f"{word}\n"
+        sender.stdin.write(b"\n")
+        assert sender.stdout.readline() == f"{word}\n".encode()
         receiver.kill()
 
 
