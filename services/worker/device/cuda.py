@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.columns import I32
 from services.worker.device.device_times import DeviceTime, StreamTimes
-from services.worker.device.interface import I32, ComputeDevice, DeviceMemory, DeviceMirror, HostCopy
+from services.worker.device.interface import ComputeDevice, DeviceMemory, DeviceMirror, HostCopy
 from services.worker.device.pinned_memory import CopyEvent, PinnedStaging
 
 
