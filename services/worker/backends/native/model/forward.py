@@ -232,15 +232,12 @@ class ForwardPass:
 
     def _completed(self, partial: torch.Tensor, norm: torch.Tensor | None, b: ForwardBuffers) -> torch.Tensor:
         """Return an output of attention or MLP, summed over ranks and normalised."""
-        delta = self._sum_over_ranks(partial, b)
+        team = self._ranks.tensor_parallel
+        delta = partial if team.size == 1 else self._network.call(team.all_reduce, partial, b.reduced)
         if norm is None:
             return delta
         self._network.norm(None, delta, norm, self._model.config.norm_eps, b.out_normed)
         return b.out_normed
-
-    def _sum_over_ranks(self, partial: torch.Tensor, b: ForwardBuffers) -> torch.Tensor:
-        team = self._ranks.tensor_parallel
-        return partial if team.size == 1 else self._network.call(team.all_reduce, partial, b.reduced)
 
     def _embedded_by_ranks(self) -> torch.Tensor:
         """[tokens, hidden]: the sum over ranks; a rank adds zeros for the token ids of other ranks."""
