@@ -1,4 +1,4 @@
-"""Reductions of short columns.
+"""Columns of numbers, and reductions of short ones.
 
 A reduction by a NumPy ufunc (`any`, `all`, `sum`, `max`) takes 1.5 us for any column of up to a thousand numbers, which
 is most of the time of a step that only decodes. These take a tenth of that.
@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+I32 = NDArray[np.int32]
+F32 = NDArray[np.float32]
 _ONES = np.ones(4096, np.int32)
 
 

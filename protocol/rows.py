@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import ProtocolError, unpack
+from protocol.columns import I32
 from protocol.logprobs import Logprobs
 from protocol.requests import RequestOutputs
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-
-I32 = NDArray[np.int32]
 
 
 class StepRows(NamedTuple):

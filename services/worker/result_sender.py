@@ -304,7 +304,10 @@ class ResultSender:
             if not self.failed.is_set() and not self._dismissed:
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + HEARTBEAT_INTERVAL
-                    self._send(self._heartbeat())
+                    work = self._measure_work()
+                    with self._state:
+                        beat = Heartbeat(self._epoch, self._last_step, work, self._answers)
+                    self._send(beat)
                 self._receive()
                 if (seconds := self._silence.check(time.monotonic())) is not None:
                     self._on_lost(PeerGone(f"it was silent for {seconds:.1f} s"))
@@ -361,11 +364,6 @@ class ResultSender:
         work = processor_seconds() if starts else 0.0
         self._idle.observe(work, time.monotonic())
         return work
-
-    def _heartbeat(self) -> Heartbeat:
-        work = self._measure_work()
-        with self._state:
-            return Heartbeat(self._epoch, self._last_step, work, self._answers)
 
     def _receive(self) -> None:
         """Read the scheduler's messages on this connection: the end of an epoch, or a shutdown."""

@@ -13,7 +13,6 @@ from services.worker.device.cuda import CudaDevice
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cuda.kernels import CudaKernels
 from services.worker.kernels.interface.kernels import Kernels
-from services.worker.kernels.interface.rows import SlotDrafts
 
 
 class MovedMemory:
@@ -25,11 +24,9 @@ class MovedMemory:
         """By address: the memory as one row of items, and its copy."""
 
     def to_device(self, value: Any) -> Any:
-        """Return the value with its tensors on the device. True positions and drafts are the host's on every device."""
+        """Return the value with its tensors on the device."""
         if isinstance(value, OnHost):
             return value.inner
-        if isinstance(value, SlotDrafts):
-            return value
         if isinstance(value, tuple):
             items = map(self.to_device, value)
             return type(value)(*items) if type(value) is not tuple else tuple(items)

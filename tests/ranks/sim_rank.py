@@ -85,7 +85,7 @@ class SimRank(ServedRank):
 
     def num_kept_activations(self, _: None) -> int:
         """Return the number of messages that are kept because they may not have left."""
-        return self._exchange.pipeline.num_kept(Tag.ACTIVATIONS)
+        return self._exchange.ranks.pipeline.num_kept(Tag.ACTIVATIONS)
 
     @property
     def _exchange(self) -> GroupExchange:
@@ -102,7 +102,7 @@ class SimRank(ServedRank):
 
     def drop_feedback(self, _: None) -> None:
         """The next message to the first stage is never sent."""
-        pipeline, send = self._exchange.pipeline, self._exchange.pipeline.send_feedback
+        pipeline, send = self._exchange.ranks.pipeline, self._exchange.ranks.pipeline.send_feedback
 
         def drop(message: torch.Tensor) -> None:
             pipeline.send_feedback = send  # type: ignore[method-assign]  # the fault is over
@@ -111,7 +111,7 @@ class SimRank(ServedRank):
 
     def repeat_activations(self, _: None) -> None:
         """From the step after the next one on, each step sends the activations of the step before."""
-        pipeline, send = self._exchange.pipeline, self._exchange.pipeline.send_activations
+        pipeline, send = self._exchange.ranks.pipeline, self._exchange.ranks.pipeline.send_activations
         sent: list[torch.Tensor] = []
 
         def stale(message: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class SimRank(ServedRank):
         self._edit(method, change)
 
     def _edit(self, method: str, change: Callable[[torch.Tensor], None]) -> None:
-        pipeline = self._exchange.pipeline
+        pipeline = self._exchange.ranks.pipeline
         send = getattr(pipeline, method)
 
         def edited(message: torch.Tensor) -> None:

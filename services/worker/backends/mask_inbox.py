@@ -9,14 +9,13 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.codec import unpack
+from protocol.columns import I32
 from protocol.steps import GrammarOutput
 from services.worker.backends.clock import MONOTONIC, Clock
 from services.worker.runner import RanksLost
 
-I32 = NDArray[np.int32]
 KEPT_STEPS = 16
 """Prepared steps whose rows are kept; more are never in flight behind one."""
 MOST_SKIPPED = 63

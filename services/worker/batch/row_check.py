@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-I32 = NDArray[np.int32]
+from protocol.columns import I32
+
 EMPTY = -1
 """Generation of an empty slot."""
 CountRows = Callable[..., bool]

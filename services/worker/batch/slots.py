@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
+from protocol.columns import I32 as I32
 from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup, num_states
 from protocol.rows import StepRows
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
 from services.worker.batch.row_check import EMPTY as EMPTY
-from services.worker.batch.row_check import I32 as I32
 from services.worker.batch.row_check import CountRows, count_rows
 
 NONE = -1

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.columns import I32
 from services.worker.device.device_times import DeviceTime, StreamTimes
-from services.worker.device.interface import I32, ComputeDevice, DeviceMemory, DeviceMirror, HostCopy
+from services.worker.device.interface import ComputeDevice, DeviceMemory, DeviceMirror, HostCopy
 from services.worker.device.pinned_memory import CopyEvent, PinnedStaging
 
 
@@ -39,6 +40,16 @@ def arriving(event: CopyEvent, copies: Sequence[torch.Tensor], sources: Sequence
     return arrived
 
 
+def downloaded(tensors: Sequence[torch.Tensor]) -> HostCopy:
+    """Copy tensors into pinned memory, on the current stream."""
+    copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+    event = torch.cuda.Event(blocking=True)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    event.record()
+    return arriving(event, copies, tensors)
+
+
 class UploadedMirror(DeviceMirror):
     """Uploads changed rows."""
 
@@ -56,8 +67,8 @@ class UploadedMirror(DeviceMirror):
 class CudaDevice(ComputeDevice):
     is_host = False
 
-    def __init__(self, index: int = 0) -> None:
-        self.where = torch.device("cuda", index)
+    def __init__(self) -> None:
+        self.where = torch.device("cuda", 0)
         torch.cuda.set_device(self.where)
         self._compute, self._copies = torch.cuda.Stream(self.where), torch.cuda.Stream(self.where)
         self._staging = PinnedStaging(self._passed)
@@ -90,14 +101,9 @@ class CudaDevice(ComputeDevice):
         return self._staging.upload(columns, lambda staged: staged.to(self.where, non_blocking=True))
 
     def download(self, *tensors: torch.Tensor) -> HostCopy:
-        copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
-        event = torch.cuda.Event(blocking=True)
         self._copies.wait_stream(self._compute)
         with torch.cuda.stream(self._copies):
-            for copy, tensor in zip(copies, tensors, strict=True):
-                copy.copy_(tensor, non_blocking=True)
-            event.record(self._copies)
-        return arriving(event, copies, tensors)
+            return downloaded(tensors)
 
     def mirror(self, array: NDArray[Any]) -> DeviceMirror:
         return UploadedMirror(self, array)

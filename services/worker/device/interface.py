@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.columns import I32
 from services.worker.device.device_times import DeviceTime, past
-
-I32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True)

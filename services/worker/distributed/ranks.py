@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from torch import distributed
 
@@ -36,23 +36,21 @@ _c10d: Any = distributed  # its stubs lack most of what is used here
 
 
 class Ranks:
-    """All groups of this rank in one epoch. `tensor_parallel` and `pipeline` exist after `join`.
+    """All groups of this rank in one epoch. `tensor_parallel` and `pipeline` are those of the epoch after `join`.
 
     Args:
         listener: this worker's own listening socket; rank 0 serves the store on it, the other ranks close it.
     """
 
-    tensor_parallel: TensorParallelGroup
-    pipeline: PipelineGroup
-    on_this_machine: int
-    """Number of ranks that share this machine's cores, this one included."""
-
     def __init__(self, assignment: Assignment, listener: socket.socket | None = None) -> None:
         self.assignment, self.shard = assignment, assignment.shard
         self._listener = listener
-        self._outcome: queue.SimpleQueue[_Joined | Exception] = queue.SimpleQueue()
+        self._outcome: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._aborted = threading.Event()
         self._waiter = MessageWaiter()
+        self.tensor_parallel, self.pipeline = TensorParallelGroup(), PipelineGroup()
+        self.on_this_machine = 1
+        """Number of ranks that share this machine's cores, this one included."""
         self._others = sockets()
         """Sockets of other owners. Until the ranks have joined, every socket beside these belongs to the groups."""
         self._ours: set[str] | None = None
@@ -76,26 +74,26 @@ class Ranks:
             self._connect()
         else:
             threading.Thread(target=self._connect, name="joining", daemon=True).start()
-        joined = self._outcome.get()
+        error = self._outcome.get()
         if self._aborted.is_set():
             raise RanksLost("the epoch ended while its ranks were joining")
-        if isinstance(joined, RuntimeError):
-            raise RanksLost(f"rank {self.assignment.rank} cannot reach the others: {one_line(joined)}") from joined
-        if isinstance(joined, Exception):
-            raise joined
-        self.tensor_parallel, self.pipeline, self.on_this_machine, self._store = joined
+        if isinstance(error, RuntimeError):
+            raise RanksLost(f"rank {self.assignment.rank} cannot reach the others: {one_line(error)}") from error
+        if error is not None:
+            raise error
         return self
 
     def _connect(self) -> None:
-        listener = self._listener
+        outcome: Exception | None = None
         try:
-            outcome: _Joined | Exception = self._joined(self.assignment, listener)
+            if self.assignment.world_size > 1:
+                self._form_groups(self.assignment)
         except Exception as error:
             outcome = error
-        if listener is not None:
-            listener.close()
+        if self._listener is not None:
+            self._listener.close()
         self._ours = sockets() - self._others
-        if isinstance(outcome, _Joined) and self.assignment.world_size > 1:
+        if outcome is None and self.assignment.world_size > 1:
             host = self.assignment.rendezvous.rpartition(":")[0]
             try:
                 check_listeners(self._ours, {host, local_address(host)})
@@ -103,23 +101,19 @@ class Ranks:
                 outcome = error
         self._outcome.put(outcome)
 
-    def _joined(self, assignment: Assignment, listener: socket.socket | None) -> "_Joined":
-        if assignment.world_size == 1:
-            return _Joined(TensorParallelGroup(), PipelineGroup(), 1, None)
-        store = meet(assignment, listener, self._aborted.is_set)
-        on_this_machine = count_on_this_machine(store, assignment)
+    def _form_groups(self, assignment: Assignment) -> None:
+        self._store = store = meet(assignment, self._listener, self._aborted.is_set)
+        self.on_this_machine = count_on_this_machine(store, assignment)
         address, shard = local_address(assignment.rendezvous.rpartition(":")[0]), self.shard
         stage, size = f"tp{shard.pp_rank}", shard.tensor_parallel_size
-        peers, memory = connect(store, stage, shard.tp_rank, size, address, self._waiter), None
+        peers = connect(store, stage, shard.tp_rank, size, address, self._waiter)
         if peers is not None:
-            memory = SharedMemory.join(_c10d.PrefixStore(f"{stage}/memory", store), shard.tp_rank, size)
-            if memory is None:
+            self._memory = SharedMemory.join(_c10d.PrefixStore(f"{stage}/memory", store), shard.tp_rank, size)
+            if self._memory is None:
                 log.info("the tensor-parallel ranks cannot share memory; they exchange messages through gloo")
-        self._memory = memory
-        tensor_parallel = TensorParallelGroup(peers, memory)
+        self.tensor_parallel = TensorParallelGroup(peers, self._memory)
         column, size = f"pp{shard.tp_rank}", shard.pipeline_parallel_size
-        pipeline = PipelineGroup(connect(store, column, shard.pp_rank, size, address, self._waiter))
-        return _Joined(tensor_parallel, pipeline, on_this_machine, store)
+        self.pipeline = PipelineGroup(connect(store, column, shard.pp_rank, size, address, self._waiter))
 
     def abort(self) -> None:
         """Make every present and later wait in these groups raise RanksLost. May be called from any thread.
@@ -132,13 +126,6 @@ class Ranks:
             self._memory.abort()
         self._outcome.put(RanksLost("aborted"))
         shut_down(sockets() - self._others if self._ours is None else self._ours & sockets())
-
-
-class _Joined(NamedTuple):
-    tensor_parallel: TensorParallelGroup
-    pipeline: PipelineGroup
-    on_this_machine: int
-    store: Any
 
 
 def meet(assignment: Assignment, listener: socket.socket | None, is_over: Callable[[], bool]) -> Any:

@@ -94,11 +94,12 @@ class SharedMemory:
 
         Returns: None, if any rank cannot map the memory; the same on every rank.
         """
-        file, memory = -1, None
+        file, memory, description = -1, None, ""
         processes = list[int]()
         try:
             if rank == 0:
-                file, description = _create(size)
+                with suppress(OSError):  # the system refuses it; the others must not wait
+                    file, description = _create(size)
                 store.set("memory", description)
             with suppress(OSError):
                 memory = _open(store.get("memory").decode(), size)

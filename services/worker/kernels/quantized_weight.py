@@ -28,6 +28,15 @@ class BlockRows:
         own = _BLOCKS[self.kind]
         return self.rows.shape[0], self.rows.shape[1] // own.block_bytes * own.block_elements
 
+    def dequantized(self) -> torch.Tensor:
+        """float32[out, in]"""
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize  # takes 0.4 s, which products do not need
+
+        if not len(self.rows):
+            return torch.empty(self.shape)
+        return torch.from_numpy(dequantize(self.rows.contiguous().numpy(), GGMLQuantizationType[self.kind]))
+
 
 @dataclass(frozen=True)
 class QuantizedWeight:
@@ -57,7 +66,7 @@ class QuantizedWeight:
         found, first = torch.empty(len(index), self.shape[1]), 0
         for part in self.parts:
             here = (index >= first) & (index < first + part.shape[0])
-            found[here] = _dequantized(BlockRows(part.kind, part.rows[index[here] - first]))
+            found[here] = BlockRows(part.kind, part.rows[index[here] - first]).dequantized()
             first += part.shape[0]
         return found
 
@@ -68,7 +77,7 @@ class QuantizedWeight:
 
     def dequantized(self) -> torch.Tensor:
         """float32[out, in]"""
-        return torch.cat([_dequantized(part) for part in self.parts])
+        return torch.cat([part.dequantized() for part in self.parts])
 
     def padded(self, missing: int) -> "QuantizedWeight":
         """With `missing` more outputs whose weights are zero."""
@@ -110,15 +119,6 @@ def _codes(grouped: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def _bytes(halves: torch.Tensor) -> torch.Tensor:
     """uint8[rows, blocks, 2] from float16[rows, blocks]"""
     return halves[..., None].view(torch.uint8)
-
-
-def _dequantized(part: BlockRows) -> torch.Tensor:
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize  # takes 0.4 s, which products do not need
-
-    if not len(part.rows):
-        return torch.empty(part.shape)
-    return torch.from_numpy(dequantize(part.rows.contiguous().numpy(), GGMLQuantizationType[part.kind]))
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.columns import F32, I32
 from protocol.sampling import BadWords, SamplingParams
 from services.worker.sampling.noise import gumbel
 
-F32 = NDArray[np.float32]
-I32 = NDArray[np.int32]
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 NEVER = np.float32(-np.inf)

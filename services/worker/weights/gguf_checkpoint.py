@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.checkpoint.gguf import GgufHeader, GgufTensor, architecture, head_size, read_header, tensors_by_name
+from services.checkpoint.gguf.tensor_types import TensorType
 from services.worker.kernels.quantized_weight import BlockRows
 from services.worker.runner import LoadError
 from services.worker.weights.checkpoint import Cut, check_shape, missing_tensor, sampled_rows
@@ -40,7 +41,7 @@ class GgufCheckpoint:
         if not tensor.type.is_quantised:
             values = torch.from_numpy(stored).view(_PLAIN[tensor.type.name])[:, columns].to(dtype)
         else:
-            values = _dequantised(tensor.type.name, stored, columns, dtype)
+            values = _dequantised(tensor.type, torch.from_numpy(stored), columns, dtype)
         if len(tensor.shape) > 1:
             return values
         offset = architecture(self._header).norm_offset if name.endswith("norm.weight") else 0.0
@@ -114,18 +115,14 @@ def _slices(tensor: GgufTensor, cut: Cut) -> tuple[slice, slice]:
     return rows, slice(begin, end)
 
 
-def _dequantised(kind: str, stored: NDArray[np.uint8], columns: slice, dtype: torch.dtype) -> torch.Tensor:
+def _dequantised(kind: TensorType, stored: torch.Tensor, columns: slice, dtype: torch.dtype) -> torch.Tensor:
     """Return dtype[rows, columns]. The values are computed in float32."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import dequantize  # takes 0.4 s, which other checkpoints do not need
-
-    number = GGMLQuantizationType[kind]
-    elements, size = GGML_QUANT_SIZES[number]
+    elements, size = kind.block_elements, kind.block_bytes
     first, last = columns.start // elements, -(-columns.stop // elements)
     inside = slice(columns.start - first * elements, columns.stop - first * elements)
     values = torch.empty((len(stored), columns.stop - columns.start), dtype=dtype)
     step = max(1, _CHUNK_ELEMENTS // max(1, (last - first) * elements))
     for begin in range(0, len(stored), step):
-        part = np.ascontiguousarray(stored[begin : begin + step, first * size : last * size])
-        values[begin : begin + step] = torch.from_numpy(dequantize(part, number)[:, inside])
+        part = BlockRows(kind.name, stored[begin : begin + step, first * size : last * size])
+        values[begin : begin + step] = part.dequantized()[:, inside]
     return values

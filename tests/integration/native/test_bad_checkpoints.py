@@ -69,6 +69,7 @@ def test_config_that_cannot_be_computed(copy: Path, changes: dict[str, Any], sai
         ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "self_attn.q_norm.weight, but config.json describes"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' 50.0 is not supported"),
         ("gpt-oss", {"layer_types": ["full_attention"]}, "layer_types must name full_attention or sliding_attention"),
+        ("gpt-oss", {"layer_types": [[]] * 3}, "layer_types must name full_attention or sliding_attention for each"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "'decoder_sparse_step' 2 is not supported"),
         ("qwen3-moe", {"num_experts_per_tok": 7}, "'num_experts_per_tok' 7 is above the number of experts, 6"),
     ],

@@ -333,7 +333,7 @@ def test_row_planned_before_its_position_is_refused(llama: Family) -> None:
     request = driver.add(prompts()[0])
     script(driver).answers[request.slot] = prompts()[0] + [1] * 40
     driver.generate([request], 4)
-    driver.epoch.drafts.slots.frontier.numpy()[request.slot] += 1
+    driver.epoch.drafts.slots.frontier[request.slot] += 1
     with pytest.raises(PlanError, match=f"slot {request.slot}: planned from .* on, but it is at"):
         driver.step([(request, 1)])
 

@@ -55,14 +55,14 @@ class RowCases:
         if is_early and len(rows.slots):
             frontier[rows.slots[-1]] = rows.starts[-1] + 1
         drafts = SlotDrafts(
-            torch.from_numpy(frontier.astype(np.int32)),
-            torch.from_numpy(rng.integers(0, MOST + 1, SLOTS).astype(np.int32)),
-            torch.from_numpy(rng.integers(0, VOCAB, (SLOTS, MOST)).astype(np.int32)),
+            frontier.astype(np.int32),
+            rng.integers(0, MOST + 1, SLOTS).astype(np.int32),
+            rng.integers(0, VOCAB, (SLOTS, MOST)).astype(np.int32),
         )
         settled, bad = kernels.settle(rows, drafts, tokens)
         columns = None if settled is None else [column.tolist() for column in vars(settled).values()]
         assert (bad >= 0) == (is_early and len(rows.slots) > 0)
-        return columns, bad, tokens.tolist(), [tensor.tolist() for tensor in drafts]
+        return columns, bad, tokens.tolist(), [column.tolist() for column in drafts]
 
     def verified(self, kernels: Any, seed: int) -> list[list[int]]:
         """Verify drafts of two kinds of tokens, also at the end of the context."""

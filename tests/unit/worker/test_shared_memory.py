@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,14 @@ def test_ranks_that_see_another_file_share_nothing() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda rank: SharedMemory.join(Foreign(), rank, 2), range(2))) == [None, None]
+
+
+def test_ranks_of_a_system_that_refuses_memory_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=PATIENCE))
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda rank: SharedMemory.join(store, rank, 2), range(2))) == [None, None]

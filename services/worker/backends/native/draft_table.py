@@ -41,12 +41,12 @@ class DraftTable:
     def __init__(self, num_slots: int, most: int, vocab_size: int, kernels: RowKernels) -> None:
         self._most, self._vocab_size, self._kernels = most, vocab_size, kernels
         self.slots = SlotDrafts(
-            frontier=torch.full((num_slots,), EMPTY, dtype=torch.int32),
-            proposed=torch.zeros(num_slots, dtype=torch.int32),
-            tokens=torch.full((num_slots, most), NO_DRAFT, dtype=torch.int32),
+            frontier=np.full(num_slots, EMPTY, np.int32),
+            proposed=np.zeros(num_slots, np.int32),
+            tokens=np.full((num_slots, most), NO_DRAFT, np.int32),
         )
         """The drafts were proposed by the slot's latest sampling step (latest drafts)."""
-        self._frontier, self._proposed, self._tokens = (tensor.numpy() for tensor in self.slots)
+        self._frontier, self._proposed, self._tokens = self.slots
 
     @property
     def speculates(self) -> bool:

@@ -107,7 +107,7 @@ class NativeEpoch:
         """
         if not self.device.is_host and self._ranks.is_output:
             self._sampler.prepare()
-        return self._forward.capture(progress)
+        return self._forward.recording.capture(progress)
 
     # -- the forward pass ----------------------------------------------------------------------------------------
 

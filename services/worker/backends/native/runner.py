@@ -118,14 +118,16 @@ class NativeRunner:
         loaded = _Loaded(assignment, ranks, model, drafter, limit, bytes_per_block, groups)
         self._loaded.set(loaded)
         identity = self.identify()
-        in_host = model.kernels.device.is_host
-        self.kv_memory.content = f"{identity.model_hash} {identity.dtype} {loaded.content_identity}" if in_host else ""
+        self.kv_memory.content, kept = "", 0
+        if model.kernels.device.is_host:
+            self.kv_memory.content = f"{identity.model_hash} {identity.dtype} {loaded.content_identity}"
+            kept = self.kv_memory.find(self._cache_identity(), assignment.block_size, len(groups.groups))
         return Loaded(
             model_hash=identity.model_hash,
             vocab_size=model.part.whole.vocab_size,
             max_model_len=limit,
             bytes_per_block=bytes_per_block,
-            num_blocks=self._kept_blocks()
+            num_blocks=kept
             or num_kv_blocks(
                 self._config,
                 assignment,
@@ -141,14 +143,6 @@ class NativeRunner:
             contents=self._kept.contents(drafter),
             longrope="".join({rope.factors(limit) for rope in model.part.whole.ropes if rope}),
         )
-
-    def _kept_blocks(self) -> int:
-        """Return the number of blocks of the cache in memory, if it can be used again, else 0: then it is freed."""
-        loaded = self._loaded.get()
-        if not self.kv_memory.content:
-            return 0
-        identity, size = self._cache_identity(), loaded.assignment.block_size
-        return self.kv_memory.find(identity, size, len(loaded.groups.groups))
 
     def _cache_identity(self) -> str:
         """Everything that the content and the size of the caches depend on beside tokens and free memory."""
@@ -180,10 +174,8 @@ class NativeRunner:
         allocate: Allocate = own_memory
         num_blocks = init.num_blocks
         if self.kv_memory.content:
-            identity, size = self._cache_identity(), assignment.block_size
-            num_blocks = self.kv_memory.begin(
-                identity, size, num_blocks, loaded.bytes_per_block, len(loaded.groups.groups)
-            )
+            sizes = assignment.block_size, num_blocks, loaded.bytes_per_block, len(loaded.groups.groups)
+            num_blocks = self.kv_memory.begin(self._cache_identity(), *sizes)
             allocate = memory_of(self.kv_memory.take)
         epoch = NativeEpoch(
             *(loaded.model, ranks, loaded.drafter, assignment, init, num_blocks, allocate), loaded.groups

@@ -79,7 +79,7 @@ class SimEpoch:
         chunk, volume = assignment.max_num_batched_tokens, config.sim_max_volume
         self._rigid = RigidShapes(self.table, chunk, volume) if config.sim_rigid else None
         vocab_size = checkpoint.vocab_size
-        self.oracle = Oracle(slots, init.num_blocks, assignment.block_size, max_len, vocab_size, full_check, kv)
+        self.oracle = Oracle(slots, assignment.block_size, max_len, vocab_size, full_check, kv)
         self._logits = Logits(vocab_size, checkpoint.eos_token_ids)
         self.sampler = SimSampler(self._logits, self.oracle)
         speculation = assignment.speculation

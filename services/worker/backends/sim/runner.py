@@ -101,8 +101,9 @@ class SimRunner:
         from services.worker.backends.sim.ranks.group_exchange import GroupExchange
         from services.worker.distributed.ranks import Ranks
 
-        self.exchange = exchange = GroupExchange(Ranks(assignment, listener), cost, assignment.num_slots)
-        exchange.join()
+        ranks = Ranks(assignment, listener)
+        self.exchange = GroupExchange(ranks, cost, assignment.num_slots)
+        ranks.join()
 
     def init_kv_cache(self, init: InitializeCache) -> None:
         self._end_epoch()
@@ -143,7 +144,7 @@ class SimRunner:
     def abort(self) -> None:
         self.end_masks()
         if (exchange := self.exchange) is not None:
-            exchange.abort()
+            exchange.ranks.abort()
 
     def shutdown(self) -> None:
         self.leave()

@@ -70,8 +70,10 @@ class MediaInputs:
 
     def _forget_passed(self, slot: int, start: int) -> None:
         """Forget the items before a row."""
-        if (features := self._features.get(slot)) and start >= _end(features[-1]):
-            del self._features[slot]
+        if features := self._features.get(slot):
+            last = features[-1].mm_position
+            if start >= last.offset + last.length:
+                del self._features[slot]
 
     def take_passed(self) -> list[str]:
         """Return the items whose encoded form no request needs any more. vLLM drops them before the step."""
@@ -79,7 +81,3 @@ class MediaInputs:
             return []
         needed = {feature.identifier for features in self._features.values() for feature in features}
         return [name for name in self._encoded if name not in needed]
-
-
-def _end(feature: Any) -> int:
-    return int(feature.mm_position.offset + feature.mm_position.length)

@@ -22,7 +22,7 @@ def to_vllm_params(params: SamplingParams, vocab_size: int) -> vllm_api.Sampling
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
-        stop_token_ids=_in_vocabulary(params.eos_token_ids + params.stop_token_ids, vocab_size),
+        stop_token_ids=[token for token in params.eos_token_ids + params.stop_token_ids if token < vocab_size],
         logit_bias={token: bias for token, bias in params.logit_bias if token < vocab_size} or None,
         allowed_token_ids=_allowed_token_ids(params, vocab_size),
         logprobs=_limited(params.logprobs, vocab_size),
@@ -41,10 +41,6 @@ def to_vllm_params(params: SamplingParams, vocab_size: int) -> vllm_api.Sampling
         # With a grammar, vLLM allows stop tokens where nothing else is allowed. Any grammar sets this; it is not used.
         result.structured_outputs = vllm_api.StructuredOutputsParams(json_object=True)
     return result
-
-
-def _in_vocabulary(token_ids: tuple[int, ...], vocab_size: int) -> list[int]:
-    return [token for token in token_ids if token < vocab_size]
 
 
 def _allowed_token_ids(params: SamplingParams, vocab_size: int) -> list[int] | None:

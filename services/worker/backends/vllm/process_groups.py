@@ -61,7 +61,9 @@ class ProcessGroups:
         with self.detect_lost_ranks():
             try:
                 sweep_shared_memory()
-                store = self._store()
+                store = _c10d.HashStore()
+                if self.has_several_ranks:
+                    store = meet(assignment, self._listener, lambda: self._aborted)
                 self.ranks_on_machine = count_on_this_machine(store, assignment)
                 _c10d.init_process_group(
                     "gloo", store=store, rank=assignment.rank, world_size=assignment.world_size, timeout=STEP_TIMEOUT
@@ -107,11 +109,6 @@ class ProcessGroups:
             with self.detect_lost_ranks():
                 _c10d.all_gather_object(values, value, coordinator.cpu_group)
         return values
-
-    def _store(self) -> Any:
-        if not self.has_several_ranks:
-            return _c10d.HashStore()
-        return meet(self._assignment, self._listener, lambda: self._aborted)
 
     @contextmanager
     def detect_lost_ranks(self) -> Iterator[None]:

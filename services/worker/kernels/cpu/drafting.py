@@ -3,13 +3,13 @@
 import numpy as np
 import torch
 
+from protocol.columns import I32
 from protocol.steps import NO_DRAFT
 from services.worker.kernels.cpu import thread_team
 from services.worker.kernels.cpu.compiled import rows as compiled
 from services.worker.kernels.cpu.compiled.draft import draft_kernel
 from services.worker.kernels.cpu.compiled.ngram import ngram_kernel
 from services.worker.kernels.cpu.recording import CpuRecording
-from services.worker.kernels.interface.arrays import I32
 from services.worker.kernels.interface.drafting import DraftingKernels, DraftLayout, DraftTensors
 from services.worker.kernels.interface.recording import Recording
 

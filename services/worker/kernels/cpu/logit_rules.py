@@ -7,8 +7,8 @@ a preemption is counted too, and no step waits until a token has reached the hos
 import numpy as np
 import torch
 
+from protocol.columns import I32
 from services.worker.kernels.cpu.compiled.logit_rules import RULE, rules_kernel
-from services.worker.kernels.interface.arrays import I32
 from services.worker.kernels.interface.logit_rules import LogitRule, LogitRules
 
 _NO_SLOT = -1

@@ -79,16 +79,8 @@ class Sequence:
         self._replay = replay_kernel()
         self._filled: tuple[int, ...] = ()
 
-    def add(self, kernel: Kernel, values: tuple[Any, ...], rows: Cell, items: int, chunk: int, field: str) -> None:
-        """Append a copy of `kernel` with an argument block of its own, and `values` for its fields.
-
-        Args:
-            items: for each `chunk` rows, or part of it
-            field: of the kernel, that gets the number of rows; empty: none
-        """
-        own = kernel.again()
-        own.fill(values)
-        rows_field = own.address_of(field) if field else 0
+    def add(self, own: Kernel, rows: Cell, items: int, chunk: int, rows_field: int) -> None:
+        """Append a call of a kernel, whose argument block is the call's own. The numbers are those of `_CALL`."""
         call = np.array([(own.function, own.address, rows.ctypes.data, items, chunk, rows_field, own.cost)], _CALL)
         self._kernels.append(own)
         self._calls = np.concatenate((self._calls, call))
@@ -131,11 +123,13 @@ class CpuRecording(Recording[T]):
     def add(
         self, kernel: Kernel, counted: torch.Tensor, values: tuple[Any, ...], items: int, chunk: int, field: str
     ) -> None:
-        """Append a kernel over the rows of the buffer `counted`; the rest as for `Sequence.add`."""
+        """Append a copy of a kernel with an argument block of its own; see `Launcher.launch`."""
         last = self._parts[-1] if self._parts else None
         if not isinstance(last, Sequence):
             self._parts.append(last := Sequence())
-        last.add(kernel, values, self._cell(counted), items, chunk, field)
+        own = kernel.again()
+        own.fill(values)
+        last.add(own, self._cell(counted), items, chunk, own.address_of(field) if field else 0)
 
     def call(self, function: Function, x: torch.Tensor, out: torch.Tensor) -> None:
         """Append a call of the host, whose result is copied to `out`."""

@@ -18,6 +18,5 @@ class CpuRows(RowKernels):
 
     def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[Rows | None, int]:
         planned = rows.slots, rows.starts, rows.counts, rows.drafts
-        state = (tensor.numpy() for tensor in drafts)
-        starts, counts, number, bad = compiled.settle(*planned, *state, history.numpy())
+        starts, counts, number, bad = compiled.settle(*planned, *drafts, history.numpy())
         return (replace(rows, starts=starts, counts=counts, drafts=number) if bad < 0 else None), bad

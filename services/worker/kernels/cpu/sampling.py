@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
+from protocol.columns import I32
 from services.worker.kernels.cpu.compiled.choosing import choose_kernel
 from services.worker.kernels.cpu.compiled.logit_rules import mask_kernel
 from services.worker.kernels.cpu.compiled.logprobs import logprobs_kernel
 from services.worker.kernels.cpu.logit_rules import CpuLogitRules
-from services.worker.kernels.interface.arrays import I32
 from services.worker.kernels.interface.logit_rules import LogitRules
 from services.worker.kernels.interface.sampling import DrawColumns, SamplingKernels, ScoredTokens
 from services.worker.sampling.noise import keys

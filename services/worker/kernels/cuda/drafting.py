@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
+from protocol.columns import I32
 from protocol.steps import NO_DRAFT
 from services.worker.device.interface import ComputeDevice
-from services.worker.kernels.interface.arrays import I32
 from services.worker.kernels.interface.drafting import DraftingKernels
 
 _SEARCHED = 1 << 22

@@ -39,9 +39,6 @@ class CudaKernels(Kernels):
         self.network, self.rows = CudaNetwork(activations, device, graphs), CudaRows(device)
         self.sampling, self.drafting = CudaSampling(device), CudaDrafting(device)
 
-    def float32_network(self) -> CudaNetwork:
-        return CudaNetwork(torch.float32, self.device)
-
     def workspaces(self, sizes: EpochSizes) -> Uses:
         """Graphs are an estimate; the log has what they take."""
         shape, cache, sampled = sizes.attention, sizes.cache, sizes.rows["sampled"]

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import triton
 
+from protocol.columns import F32, I32
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cuda.compiled.logit_rules import (
     bias_kernel,
@@ -15,7 +16,6 @@ from services.worker.kernels.cuda.compiled.logit_rules import (
     mask_kernel,
     penalize_kernel,
 )
-from services.worker.kernels.interface.arrays import F32, I32
 from services.worker.kernels.interface.logit_rules import LogitRule, LogitRules
 
 _AT_ONCE = 1024

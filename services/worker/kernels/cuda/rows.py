@@ -5,12 +5,12 @@ import torch
 import triton
 from numpy.typing import NDArray
 
+from protocol.columns import I32
 from services.worker.batch.slots import Rows, spread
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cuda.attention import TILE
 from services.worker.kernels.cuda.compiled.layout import layout_kernel
 from services.worker.kernels.cuda.graph_plan import padded_rows
-from services.worker.kernels.interface.arrays import I32
 from services.worker.kernels.interface.rows import BatchTensors, RowKernels, Verified
 
 _AT_ONCE = 256
@@ -19,8 +19,6 @@ MOST_APART = 16
 
 
 class CudaRows(RowKernels):
-    """Frontiers and proposed drafts (`SlotDrafts`) are tensors of the host."""
-
     tile = TILE
 
     def __init__(self, device: ComputeDevice) -> None:

@@ -4,12 +4,12 @@ import numpy as np
 import torch
 import triton
 
+from protocol.columns import F32, I32
 from services.worker.batch.slots import spread
 from services.worker.device.interface import ComputeDevice
 from services.worker.kernels.cuda.compiled.choosing import best_kernel, cutoff_kernel
 from services.worker.kernels.cuda.compiled.logit_rules import mask_kernel
 from services.worker.kernels.cuda.logit_rules import CudaLogitRules
-from services.worker.kernels.interface.arrays import F32, I32
 from services.worker.kernels.interface.logit_rules import LogitRules
 from services.worker.kernels.interface.sampling import DrawColumns, SamplingKernels, ScoredTokens
 from services.worker.sampling.noise import keys

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from services.worker.kernels.interface.kv_cache import KVCache
 
@@ -30,16 +31,13 @@ class AttentionShape(NamedTuple):
     places: tuple[int, ...]
     """Index of each layer in the cache."""
 
-    def tables_of(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return each of the tables in `table`, int32[slots, num_tables * blocks], as a view int32[slots, blocks]."""
-        return table.chunk(self.num_tables, 1)
-
 
 class Attention:
     """Rotary positions, writes to the cache and attention, layer after layer of one step."""
 
     def __init__(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor) -> None:
-        self._shape, self._cache, self._tables = shape, cache, shape.tables_of(table)
+        self._shape, self._cache, self._tables = shape, cache, table.chunk(shape.num_tables, 1)
+        """Each table is a view int32[slots, blocks]."""
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Prepare data that the layers of a step share, from the tokens' positions and slots, int32[tokens] each."""
@@ -85,15 +83,21 @@ class Attention:
             sinks: float32[heads]: one more score of each head in the softmax, without a value
         """
         for slot, position, token, count in tiles.tolist():
-            queries = self._queries[token : token + count]
+            queries = self._queries[token : token + count].transpose(0, 1)
             end, window = position + count, self._shape.windows[layer]
             low = max(0, position - window + 1) if window else 0  # memory behind the window is not the slot's
             table, place = self._tables[self._shape.tables[layer]][slot], self._shape.places[layer]
             kept = self._cache.keys, self._cache.values
             keys, values = (self._read(tensor[place], table, low, end) for tensor in kept)
-            where = torch.arange(position - low, end - low)
-            attended = self._attended(queries, keys, values, where, layer, sinks)
-            out[token : token + count] = attended.flatten(1)
+            at, where = torch.arange(low, end), torch.arange(position, end)[:, None]
+            seen = (at <= where) & (at > where - window) if window else at <= where
+            bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+            if sinks is not None:  # the scores of one more key
+                bias = torch.cat((bias.expand(len(sinks), -1, -1), sinks[:, None, None].expand(-1, count, 1)), -1)
+                keys, values = (functional.pad(each, (0, 0, 0, 1)) for each in (keys, values))
+            scale = self._shape.scale
+            attended = functional.scaled_dot_product_attention(queries, keys, values, bias, scale=scale)
+            out[token : token + count] = attended.transpose(0, 1).flatten(1)
 
     def _read(self, blocks: torch.Tensor, table: torch.Tensor, low: int, end: int) -> torch.Tensor:
         """float32[heads, end - low, head_dim]: positions of a slot, each KV head as often as it has query heads."""
@@ -101,26 +105,6 @@ class Attention:
         first, number = low // size, -(-end // size)
         heads = blocks[table[first:number].long()].flatten(0, 1)[low - first * size : end - first * size].float()
         return heads.repeat_interleave(self._shape.heads // self._cache.shape.kv_heads, 1).transpose(0, 1)
-
-    def _attended(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        where: torch.Tensor,
-        layer: int,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """float32[tokens, heads, head_dim]; `where` are the queries' positions, counted from the first key."""
-        scores = queries.transpose(0, 1) @ keys.transpose(1, 2) * self._shape.scale
-        at, window = torch.arange(keys.shape[1]), self._shape.windows[layer]
-        unseen = at > where[:, None]
-        if window:
-            unseen |= at <= where[:, None] - window
-        scores = scores.masked_fill(unseen, -torch.inf)
-        if sinks is not None:
-            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(where), 1)), -1)
-        return (scores.softmax(-1)[..., : len(at)] @ values).transpose(0, 1)
 
 
 def _heads_normalised(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -132,4 +116,4 @@ def _heads_normalised(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> 
 
 def normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """float32, over the last dimension"""
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+    return functional.rms_norm(x, weight.shape, weight, eps)

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.columns import F32, I32
 from protocol.steps import NO_DRAFT
 from services.worker.kernels.interface import row_loops
-from services.worker.kernels.interface.arrays import F32, I32
 from services.worker.kernels.interface.recording import Recording
 
 

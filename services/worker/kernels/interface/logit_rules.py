@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.kernels.interface.arrays import F32, I32
+from protocol.columns import F32, I32
 from services.worker.sampling import reference
 
 

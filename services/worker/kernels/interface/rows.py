@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.columns import I32
 from services.worker.batch.row_check import CountRows, count_rows
 from services.worker.batch.slots import Rows, spread
 from services.worker.kernels.interface import row_loops
-from services.worker.kernels.interface.arrays import I32
 
 _NO_HISTORY = np.empty((0, 0), np.int32)
 
@@ -32,13 +32,13 @@ class BatchTensors(NamedTuple):
 
 
 class SlotDrafts(NamedTuple):
-    """Drafts and true positions of all slots."""
+    """Drafts and true positions of all slots, which the host has on every device."""
 
-    frontier: torch.Tensor
+    frontier: I32
     """int32[slots]: start of the next row; EMPTY before the first"""
-    proposed: torch.Tensor
+    proposed: I32
     """int32[slots]: number of drafts for the next row"""
-    tokens: torch.Tensor
+    tokens: I32
     """int32[slots, most]: these drafts"""
 
 
@@ -81,7 +81,7 @@ class RowKernels:
 
         Returns: the rows and -1; or None and the first row that is planned before its frontier, with nothing changed.
         """
-        frontier, proposed, tokens = (tensor.numpy() for tensor in drafts)
+        frontier, proposed, tokens = drafts
         here = frontier[rows.slots]
         early = np.flatnonzero(here > rows.starts)
         if len(early):

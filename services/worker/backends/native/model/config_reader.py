@@ -48,12 +48,12 @@ class ConfigReader:
         if (value := self.raw.get(key)) is not None and value not in accepted:
             raise LoadError(f"{self.where}: {key!r} {value!r:.80} is not supported by the native backend")
 
-    def by_layer(self, key: str, layers: int, default: list[Any], accepted: set[Any]) -> list[Any]:
+    def by_layer(self, key: str, layers: int, default: list[Any], accepted: tuple[Any, ...]) -> list[Any]:
         """Return a list with one accepted value for each layer."""
         values = self.raw.get(key)
         values = default if values is None else values
         if not isinstance(values, list) or len(values) != layers or any(v not in accepted for v in values):
-            names = " or ".join(map(str, sorted(accepted)))
+            names = " or ".join(map(str, accepted))
             raise LoadError(f"{self.where}: {key} must name {names} for each of {layers} layers")
         return values
 

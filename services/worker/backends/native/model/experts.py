@@ -39,7 +39,6 @@ class Experts:
             raise LoadError("mixtures of experts are not computed on this device; use --device cpu")
         self._network, self._routing, self._config, self._router = network, network.routing, config, router
         self._own, self._products, self._activation = own, products, activation
-        self.num_bytes = router.num_bytes + sum(a.num_bytes + b.num_bytes for a, b in products)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map activations[rows, hidden] to float32[rows, hidden], this rank's part of the result."""

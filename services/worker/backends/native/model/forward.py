@@ -18,7 +18,6 @@ from services.worker.batch.slots import Rows
 from services.worker.distributed.ranks import Ranks
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.kernels.interface.kv_cache import Allocate, own_memory
-from services.worker.kernels.interface.recording import Captured
 from services.worker.kernels.interface.rows import BatchTensors
 
 FINAL = -1
@@ -111,7 +110,7 @@ class ForwardPass:
         self._attention = self._network.attention(
             model.attention(self._context, self._groups), self._cache, self._table, capacity["tokens"]
         )
-        self._recording = self._network.record(self._body, self._buffers)
+        self.recording = self._network.record(self._body, self._buffers)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -166,7 +165,7 @@ class ForwardPass:
         residual = self._buffers.residual[: counts["tokens"]]
         if part.is_first and self._ranks.tensor_parallel.size > 1:
             residual[:] = self._embedded_by_ranks()
-        logits = self._recording.run(**counts)
+        logits = self.recording.run(**counts)
         if not part.is_last:
             pipeline.send_activations(residual.clone())
             return None
@@ -179,10 +178,6 @@ class ForwardPass:
                 if (scored := self._whole_logits(self._head(states))) is not None:
                     prompts.take(scored)
         return self._whole_logits(logits[: counts["sampled"]])
-
-    def capture(self, progress: Captured) -> int:
-        """Prepare the sizes of steps that are replayed, before the first step. Returns: bytes of device memory."""
-        return self._recording.capture(progress)
 
     def tapped(self) -> list[torch.Tensor]:
         """Hidden states that a drafter reads, [tokens, hidden]; valid until the next step."""
@@ -232,15 +227,12 @@ class ForwardPass:
 
     def _completed(self, partial: torch.Tensor, norm: torch.Tensor | None, b: ForwardBuffers) -> torch.Tensor:
         """Return an output of attention or MLP, summed over ranks and normalised."""
-        delta = self._sum_over_ranks(partial, b)
+        team = self._ranks.tensor_parallel
+        delta = partial if team.size == 1 else self._network.call(team.all_reduce, partial, b.reduced)
         if norm is None:
             return delta
         self._network.norm(None, delta, norm, self._model.config.norm_eps, b.out_normed)
         return b.out_normed
-
-    def _sum_over_ranks(self, partial: torch.Tensor, b: ForwardBuffers) -> torch.Tensor:
-        team = self._ranks.tensor_parallel
-        return partial if team.size == 1 else self._network.call(team.all_reduce, partial, b.reduced)
 
     def _embedded_by_ranks(self) -> torch.Tensor:
         """[tokens, hidden]: the sum over ranks; a rank adds zeros for the token ids of other ranks."""

@@ -15,10 +15,6 @@ class Mlp:
     down: Linear
     """intermediate to hidden"""
 
-    @property
-    def num_bytes(self) -> int:
-        return self.gate_up.num_bytes + self.down.num_bytes
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -39,8 +35,3 @@ class Layer:
     out: Linear
     """heads * head_dim to hidden"""
     mlp: Mlp | Experts
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights of products."""
-        return self.qkv.num_bytes + self.out.num_bytes + self.mlp.num_bytes

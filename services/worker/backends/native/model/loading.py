@@ -48,6 +48,8 @@ class ShardLoader:
         self._part, self._whole, self._checkpoint = part, part.whole, checkpoint
         self._dtype, self._network, self._quantization = dtype, network, quantization
         self._device, self._packed = device, packed
+        self.num_bytes = 0
+        """Memory of the embedding and of the weights of products so far."""
 
     def embedding(self) -> EmbeddingTable:
         """Vectors of this rank's token ids. A tied head pads them with zeros to `vocabulary_width` vectors."""
@@ -59,10 +61,14 @@ class ShardLoader:
             return self._network.pack(weight, is_table=True)
 
         name = "model.embed_tokens.weight"
-        return self._network.embedding(self._packed.get(name, pack))
+        table = self._network.embedding(self._packed.get(name, pack))
+        self.num_bytes += table.num_bytes
+        return table
 
     def _linear(self, name: str, make: Callable[[], Weight], bias: torch.Tensor | None = None) -> Linear:
-        return self._network.linear(self._packed.get(name, lambda: self._network.pack(make())), bias)
+        product = self._network.linear(self._packed.get(name, lambda: self._network.pack(make())), bias)
+        self.num_bytes += product.num_bytes
+        return product
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """float32[size]"""
@@ -190,7 +196,9 @@ class ShardLoader:
         if self._whole.tied:
             self._refuse_another_head()
         if self._whole.tied and embedding is not None:
-            return self._network.tied(embedding)
+            head = self._network.tied(embedding)
+            self.num_bytes += head.num_bytes if head.num_bytes != embedding.num_bytes else 0  # in another dtype: a copy
+            return head
         name = "model.embed_tokens.weight" if self._whole.tied else "lm_head.weight"
         return self._linear("head", lambda: self._padded(self._tokens(name)))
 

@@ -54,15 +54,7 @@ class Model:
             self.head = loader.head(self.embedding)
         progress("loading weights", 1.0)
         self.weight_types = " and ".join(sorted(kind.removeprefix("torch.") for kind in packed.types))
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the embedding and of the weights of products."""
-        total = sum(layer.num_bytes for layer in self.layers)
-        table = self.embedding.num_bytes if self.embedding is not None else 0
-        head = self.head.num_bytes if self.part.is_last else 0
-        is_shared = self.part.whole.tied and head == table  # a tied head in another dtype is a copy
-        return total + table + (0 if is_shared else head)
+        self.num_bytes = loader.num_bytes
 
     def attention(self, context: int, groups: LayerGroups | None = None) -> AttentionShape:
         """`context`: tokens of the longest sequence. `groups`: None: one block table for all layers"""

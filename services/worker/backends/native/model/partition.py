@@ -92,7 +92,8 @@ def tensor_parallel_sizes(config: ModelConfig, group: int = 1) -> tuple[int, ...
 
     Raises: LoadError, when not even the whole layer consists of such groups.
     """
-    inputs = config.hidden_size, config.num_heads * config.head_dim, _mlp_width(config)
+    width = config.intermediate_size if config.experts is None else config.experts.width
+    inputs = config.hidden_size, config.num_heads * config.head_dim, width
     if any(size % group for size in inputs):
         raise LoadError(
             f"weights are quantised in groups of {group} inputs, but this model has products with "
@@ -150,10 +151,6 @@ def _heads(config: ModelConfig, size: int, rank: int) -> tuple[slice, slice]:
     kv_heads = slice(first, first + each + (rank < rest))
     group = config.num_heads // config.num_kv_heads
     return slice(kv_heads.start * group, kv_heads.stop * group), kv_heads
-
-
-def _mlp_width(config: ModelConfig) -> int:
-    return config.intermediate_size if config.experts is None else config.experts.width
 
 
 def _experts(config: ModelConfig, size: int, rank: int) -> range:

@@ -135,9 +135,6 @@ class SimDevice:
         event.began = event.ended = max(launched, self._free_at)
         self._run(begin_and_work)
         self._free_at = max(event.ended, self.clock.monotonic()) if at_once else event.ended
-        self._pass(event)
-
-    def _pass(self, event: SimEvent) -> None:
         event.ended, event.error, event.passed = self._free_at, self._error, True
 
     def _run(self, work: Callable[[], None]) -> None:

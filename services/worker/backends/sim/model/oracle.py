@@ -64,16 +64,14 @@ class Oracle:
     Args:
         full_check: a step reads every row's whole context, as attention does; otherwise it reads the position before
             each row, everything that a prefix hit skipped, and one position of an earlier block per row, in turn.
-        kv: uint64[num_blocks * block_size]: the cache; None: an empty one.
+        kv: uint64[num_blocks * block_size]: the cache.
     """
 
     def __init__(
-        self, num_slots: int, num_blocks: int, block_size: int, max_len: int, vocab_size: int,
-        full_check: bool = False, kv: U64 | None = None,
+        self, num_slots: int, block_size: int, max_len: int, vocab_size: int, full_check: bool, kv: U64
     ) -> None:  # fmt: skip
         self.block_size, self.max_len, self.vocab_size = block_size, max_len, vocab_size
-        self.full_check = full_check
-        self.kv = np.full(num_blocks * block_size, UNWRITTEN, np.uint64) if kv is None else kv
+        self.full_check, self.kv = full_check, kv
         self.history = np.zeros((num_slots, max_len), np.int32)
         """Token id + 1; 0 where no token is known, so that unused pages are never written."""
         self._extent = np.zeros(num_slots, np.int32)

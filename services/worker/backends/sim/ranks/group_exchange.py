@@ -26,7 +26,6 @@ from services.worker.backends.sim.ranks.inputs import ReceivedInputs, StageFeedb
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
 from services.worker.batch.slots import I32, Rows
 from services.worker.distributed.feedback import FeedbackMessage, TokenFeedback
-from services.worker.distributed.pipeline import PipelineGroup
 from services.worker.distributed.ranks import Ranks
 
 I64 = NDArray[np.int64]
@@ -35,41 +34,36 @@ HEADER = 2
 
 
 class GroupExchange:
-    """The exchange over the groups of one epoch; `join` is called first.
+    """The exchange over the groups of one epoch.
 
-    The other methods run on the device, in this order in every step. The plan alone determines sender and message (plan
-    agreement; docs/invariants.md). Every method but `abort` raises RanksLost, or OracleError if ranks disagree.
+    The methods run on the device, in this order in every step. The plan alone determines sender and message (plan
+    agreement; docs/invariants.md). Every method raises RanksLost, or OracleError if ranks disagree.
+
+    Args:
+        ranks: they have joined before the first step
     """
 
     def __init__(self, ranks: Ranks, cost: CostModel, num_slots: int) -> None:
-        self._ranks, self._cost = ranks, cost
+        self.ranks, self._cost = ranks, cost
         self._link_free_at = 0.0
         """The link to the next stage carries one step after the other."""
         self.feedback = TokenFeedback(num_slots, ranks.shard.pipeline_parallel_size)
         """On the first stage."""
 
-    def join(self) -> None:
-        """Raises: RanksLost"""
-        self._ranks.join()
-
-    @property
-    def pipeline(self) -> PipelineGroup:
-        return self._ranks.pipeline
-
     # -- between stages ------------------------------------------------------------------------------------------
 
     def receive_inputs(self, step: SchedulerOutput, rows: Rows) -> ReceivedInputs:
         """Wait for the inputs of a step that was applied."""
-        if self.pipeline.size == 1:
+        if self.ranks.pipeline.size == 1:
             return ReceivedInputs()
-        if self.pipeline.is_first:
+        if self.ranks.pipeline.is_first:
             return self._receive_feedback(step, rows)
         return self._receive_activations(step, rows)
 
     def _receive_activations(self, step: SchedulerOutput, rows: Rows) -> ReceivedInputs:
         tokens, n = int(rows.counts.sum()), len(rows.slots)
         size = 2 * (tokens + n)
-        at, body = _receive(self.pipeline.receive_activations, "activations", step.step_id, size)
+        at, body = _receive(self.ranks.pipeline.receive_activations, "activations", step.step_id, size)
         ids, hashes, starts, drafts = np.split(body, (tokens, 2 * tokens, 2 * tokens + n))
         if ((drafts < 0) | (drafts > rows.drafts)).any():
             raise OracleError(
@@ -96,7 +90,7 @@ class GroupExchange:
         step, sampled, rows = message.step, message.rows, len(message.rows.slots)
         room, proposed = 1 + sampled.drafts, step.num_speculative_tokens
         size = int(room.sum()) + (2 + proposed) * rows
-        at, body = _receive(self.pipeline.receive_feedback, "sampled ids", step.step_id, size)
+        at, body = _receive(self.ranks.pipeline.receive_feedback, "sampled ids", step.step_id, size)
         ids, firsts, counts, drafts = np.split(body.astype(np.int32), np.cumsum([room.sum(), rows, rows]))
         least = np.where(np.isin(sampled.slots, unpack(step.masked)), 0, 1)
         if (i := first_true((counts < least) | (counts > room))) is not None:
@@ -124,17 +118,17 @@ class GroupExchange:
         self._link_free_at = arrives
         room = np.zeros(planned - len(tokens), np.int64)
         body = tokens, room, sent_hashes.view(np.int64), room, starts, drafts
-        self.pipeline.send_activations(_message(step.step_id, arrives, *body))
+        self.ranks.pipeline.send_activations(_message(step.step_id, arrives, *body))
 
     def send_left_out(self, step: SchedulerOutput, taken: TakenMasks) -> None:
         """Send the slots of left-out rows from the output rank to the other ranks of the last stage."""
-        if self._ranks.tensor_parallel.size > 1:
+        if self.ranks.tensor_parallel.size > 1:
             flags = np.isin(unpack(step.masked), [*taken.left_out]).astype(np.int64)
-            self._ranks.tensor_parallel.broadcast(_message(step.step_id, taken.at, flags))
+            self.ranks.tensor_parallel.broadcast(_message(step.step_id, taken.at, flags))
 
     def receive_left_out(self, step: SchedulerOutput) -> TakenMasks:
         """Receive the slots of left-out rows on another rank of the last stage. The result has no masks."""
-        receive, masked = self._ranks.tensor_parallel.broadcast, unpack(step.masked)
+        receive, masked = self.ranks.tensor_parallel.broadcast, unpack(step.masked)
         at, flags = _receive(receive, "left-out rows", step.step_id, len(masked))
         return TakenMasks([], frozenset(masked[flags != 0].tolist()), at)
 
@@ -151,9 +145,9 @@ class GroupExchange:
         token_ids = np.full(len(rows), NO_DRAFT, np.int64)
         token_ids[offsets < sampled.counts[rows]] = sampled.token_ids
         self._compare("the token", step.step_id, sampled.slots[rows], token_ids)
-        if self.pipeline.size > 1:
+        if self.ranks.pipeline.size > 1:
             body = (token_ids, sampled.firsts, sampled.counts, drafts.ravel())
-            self.pipeline.send_feedback(_message(step.step_id, ended + self._cost.hop(0), *body))
+            self.ranks.pipeline.send_feedback(_message(step.step_id, ended + self._cost.hop(0), *body))
 
     # -- within a stage ------------------------------------------------------------------------------------------
 
@@ -162,7 +156,7 @@ class GroupExchange:
 
         Raises: OracleError on every rank, if one differs.
         """
-        group = self._ranks.tensor_parallel
+        group = self.ranks.tensor_parallel
         if group.size == 1:
             return
         own = np.concatenate(([step_id], mine))
@@ -174,10 +168,6 @@ class GroupExchange:
                 raise OracleError(
                     f"slot {slots[i]}: {what} is {mine[i]} here and {theirs[i + 1]} on tensor-parallel rank {rank}"
                 )
-
-    def abort(self) -> None:
-        """Make every wait for another rank raise RanksLost. May be called from any thread."""
-        self._ranks.abort()
 
 
 def _message(step_id: int, at: float, *body: NDArray[np.signedinteger]) -> torch.Tensor:

@@ -5,11 +5,9 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.columns import indices
+from protocol.columns import F32, indices
 from protocol.sampling import SamplingParams
 from services.worker.batch.slots import I32, Rows, SlotTable
-
-F32 = NDArray[np.float32]
 
 
 class RowRules(NamedTuple):

@@ -11,7 +11,7 @@ from services.units import size_text
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.engine_config import EngineOptions
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
-from services.worker.device.cuda import arriving
+from services.worker.device.cuda import downloaded
 from services.worker.device.device_times import DeviceTime, StreamTimes
 from services.worker.device.interface import HostCopy
 from services.worker.runner import LoadError
@@ -83,12 +83,7 @@ class GpuPlatform(WorkerPlatform):
         return tuple(torch.from_numpy(column).pin_memory().to(self.where, non_blocking=True) for column in columns)
 
     def download(self, *tensors: torch.Tensor) -> HostCopy:
-        copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
-        event = torch.cuda.Event(blocking=True)
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        event.record()
-        return arriving(event, copies, tensors)
+        return downloaded(tensors)
 
     def now(self) -> DeviceTime:
         return self._times.now(torch.cuda.current_stream())

@@ -30,7 +30,7 @@ def with_experts(config: ConfigReader, model: ModelConfig) -> ModelConfig:
 def dense_hybrid(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     """Granite 4 without experts and state space layers."""
     config.refuse("num_local_experts", 0)
-    names = {"attention", "full_attention"}
+    names = ("attention", "full_attention")
     config.by_layer("layer_types", model.num_layers, ["attention"] * model.num_layers, names)
     config.refuse("position_embedding_type", "rope", "nope")
     positions = model.ropes if config.raw.get("position_embedding_type") == "rope" else (None,) * model.num_layers

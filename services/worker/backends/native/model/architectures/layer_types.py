@@ -14,7 +14,7 @@ def windows(config: ConfigReader, layers: int, default: list[str]) -> tuple[int,
 
     Raises: LoadError
     """
-    types = config.by_layer("layer_types", layers, default, {SLIDING, FULL})
+    types = config.by_layer("layer_types", layers, default, (FULL, SLIDING))
     return tuple(config.size("sliding_window") if kind == SLIDING else 0 for kind in types)
 
 

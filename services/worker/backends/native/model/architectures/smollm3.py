@@ -12,7 +12,7 @@ def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
         config.refuse("sliding_window")
     interval = config.size("no_rope_layer_interval")
     default = [int((number + 1) % interval != 0) for number in range(model.num_layers)]
-    rotated = config.by_layer("no_rope_layers", model.num_layers, default, {0, 1})
+    rotated = config.by_layer("no_rope_layers", model.num_layers, default, (0, 1))
     ropes = tuple(rope if turns else None for rope, turns in zip(model.ropes, rotated, strict=True))
     return replace(llama.with_biases(config, model), ropes=ropes)
 
