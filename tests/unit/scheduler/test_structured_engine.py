@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protocol.codec import pack, unpack
-from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
+from protocol.requests import FinishReason, RequestOutputs
 from protocol.rows import LogprobRows
 from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, SchedulerOutput
@@ -131,41 +131,6 @@ def test_abort_while_it_is_compiled() -> None:
     core.on_grammar(2, "too late")
     assert not core.has_requests
     assert finishes(core) == []
-
-
-def test_requests_whose_grammar_is_compiled_count_in_the_limits_of_the_queue() -> None:
-    core = engine(max_num_queued_reqs=2)
-    for number in range(3):
-        core.add(0, generate(number=number, structured=COUNTING))
-    assert [(f.number, f.reason) for f in finishes(core)] == [(2, FinishReason.REJECTED)]
-    core = engine(max_num_queued_tokens=10)
-    core.add(0, generate([1] * 8, number=0, structured=COUNTING))
-    core.add(0, generate([1] * 3, number=1))
-    assert [(f.number, f.reason) for f in finishes(core)] == [(1, FinishReason.REJECTED)]
-
-
-# -- features that are not served --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("message", "says"),
-    [
-        (generate(structured=COUNTING), "without the model's tokenizer"),
-        (generate(pooling=Pooling.MEAN, max_tokens=1), "serves no embeddings"),
-        (generate(logit_bias=((VOCAB, 1.0),)), "between 0 and 49"),
-        (generate(bad_words=((1, VOCAB),)), "between 0 and 49"),
-        (generate(allowed_token_ids=pack([1, VOCAB])), "between 0 and 49"),
-        (generate(allowed_token_ids=pack([-1])), "between 0 and 49"),
-    ],
-)
-def test_a_request_that_needs_such_a_feature_ends_alone(message: GenerateRequest, says: str) -> None:
-    core = engine(compiler=None, hidden_size=0)
-    core.add(0, generate(number=9))
-    core.add(0, message)
-    (finish,) = finishes(core)
-    assert (finish.number, finish.reason) == (0, FinishReason.INVALID)
-    assert says in finish.message
-    assert [key[1] for key in core.requests] == [9]
 
 
 # -- steps -------------------------------------------------------------------------------------------------------
