@@ -203,34 +203,7 @@ def test_totals_outlive_the_workers() -> None:
 # -- pipeline stages ---------------------------------------------------------------------------------------------------
 
 
-def with_stages(stages: int) -> list[int]:
-    return sorted({stages, stages + 1, 2 * stages})
-
-
-PIPELINES = [(stages, depth) for stages in (1, 2, 4) for depth in with_stages(stages)]
-
-
-@pytest.mark.parametrize(("stages", "depth"), PIPELINES)
-def test_stages_are_fed_without_a_stall_and_without_a_gap(stages: int, depth: int) -> None:
-    """With a budget of requests per stage, each of `stages` consecutive steps has work."""
-    world = World(Limits(4 * stages, 4, 128, 1024, 4, stages=stages), depth)
-    streams = [world.add(prompt_of(4, seed=i), params(40, eos=False)) for i in range(4 * stages)]
-    rounds = 0
-    while all(len(stream.tokens) < 35 for stream in streams):
-        world.dispatch()
-        assert len(world.engine.queue) >= stages
-        if stages > 1:
-            world.tick()
-        if world.pending:
-            world.complete()
-            world.publish()
-        rounds += 1
-    world.drain()
-    assert world.pipeline.stalls == 0
-    assert rounds < 4 * stages + 36 * stages
-
-
-@pytest.mark.parametrize(("stages", "depth"), PIPELINES)
+@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2), (2, 3), (2, 4), (4, 4), (4, 5), (4, 8)])
 def test_one_request_enters_again_when_its_token_is_at_the_first_stage(stages: int, depth: int) -> None:
     world = World(replace(ROOMY, stages=stages), depth)
     world.add(prompt_of(10), params(30, eos=False))

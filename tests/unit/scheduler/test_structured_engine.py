@@ -23,7 +23,7 @@ from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.service import Service
 from services.scheduler.structured_output import StructuredOutput
 from tests.simulation.grammar import Compilation
-from tests.simulation.requests import finishes, generate, plans
+from tests.simulation.requests import finishes, generate
 from tests.simulation.results import result_of
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32, num_blocks=24, block_size=4)
@@ -136,15 +136,6 @@ def test_abort_while_it_is_compiled() -> None:
 # -- steps -------------------------------------------------------------------------------------------------------
 
 
-def running(depth: int = 2) -> tuple[EngineCore, Counting, list[SchedulerOutput]]:
-    """Return an engine with a constrained request in slot 0, another one in slot 1, and a full queue."""
-    core, grammar = engine(depth), Counting()
-    core.add(0, generate(number=0, structured=COUNTING, max_tokens=9))
-    core.on_grammar(1, grammar)
-    core.add(0, generate(number=1, max_tokens=9))
-    return core, grammar, plans(core)
-
-
 def test_a_step_without_a_constrained_row_that_samples_needs_none() -> None:
     """The first chunk of a constrained prompt, beside a request that decodes."""
     core = engine(1)
@@ -157,20 +148,6 @@ def test_a_step_without_a_constrained_row_that_samples_needs_none() -> None:
     assert not plan.has_structured_output_requests
 
 
-def test_a_token_outside_the_grammar_ends_only_its_request() -> None:
-    core, _, plans = running()
-    core.on_result(result_of(plans[0], (40, 41)))
-    (message,) = outputs(core)
-    (finish,) = message.finished
-    assert (finish.number, finish.reason) == (0, FinishReason.ERROR)
-    assert "could not be kept within what was asked for" in finish.message
-    assert unpack(message.numbers, np.uint32).tolist() == [1]
-    mask, *_ = core.dispatch()
-    assert bits(mask) == {0: list(range(VOCAB))}, "its token will be ignored"
-    core.on_result(result_of(plans[1], (3, 42)))
-    assert unpack(outputs(core)[0].numbers, np.uint32).tolist() == [1]
-
-
 # -- embeddings and log-probabilities ----------------------------------------------------------------------------
 
 
@@ -181,16 +158,6 @@ def pooling_step() -> tuple[EngineCore, SchedulerOutput]:
     (plan,) = core.dispatch()
     assert plan.new[0].pooling is Pooling.LAST
     return core, plan
-
-
-def test_an_embedding_ends_its_request_and_no_token_comes_of_it() -> None:
-    core, plan = pooling_step()
-    vector = np.arange(HIDDEN, dtype=np.float32)
-    core.on_result(result_of(plan, (9, 10), embedding_slots=pack([0]), embeddings=vector.tobytes()))
-    (message,) = outputs(core)
-    assert [(e.number, e.values) for e in message.embeddings] == [(0, vector.tobytes())]
-    assert [(f.number, f.reason) for f in message.finished] == [(0, FinishReason.STOP)]
-    assert (unpack(message.numbers, np.uint32).tolist(), unpack(message.token_ids).tolist()) == ([1], [10])
 
 
 def test_a_missing_embedding_ends_only_its_request() -> None:
