@@ -11,11 +11,9 @@ from protocol.codec import unpack
 from protocol.sampling import Pooling
 from protocol.steps import GrammarOutput, SchedulerOutput, StepMessage
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.slots import DELIVER, DROP
-from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.grammar import structured
 from tests.simulation.oracle import MESSAGES
-from tests.simulation.world import SimulatedStream, World, params, prompt_of
+from tests.simulation.world import World, params, prompt_of
 
 ROOMY = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=128, block_size=16)
 
@@ -29,20 +27,6 @@ class Recorded(World):
 
     def _on_sent(self, frame: bytes) -> None:
         self.sent.append((MESSAGES.decode(frame), self.checker.confirmed))
-
-
-def deferred(
-    depth: int = 2, seed: int = 1, neighbours: int = 1
-) -> tuple[World, SimulatedStream, list[SimulatedStream]]:
-    """Return a world whose newest step waits for its masks: the token before is in flight."""
-    world = World(ROOMY, depth)
-    others = [world.add(prompt_of(9, 50 + i), params(20, eos=False)) for i in range(neighbours)]
-    stream = world.add(prompt_of(12), params(20, eos=False), structured=structured(seed))
-    world.compiled()
-    world.dispatch()
-    assert world.stage(stream) == "sampling deferred"
-    assert len(world.plans) == 2, "its forward pass runs ahead"
-    return world, stream, others
 
 
 # -- the order of messages ---------------------------------------------------------------------------------------
@@ -93,67 +77,6 @@ def test_neighbours_of_a_request_that_is_compiled_lose_no_step() -> None:
 
 
 # -- while a sampling is deferred --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", [2, 3])
-def test_abort(depth: int) -> None:
-    world, stream, others = deferred(depth)
-    world.abort(stream)
-    world.dispatch()
-    assert not world.engine.queue.unmasked, "no masks are needed"
-    world.drain()
-    assert len(others[0].tokens) == 20
-    assert not stream.tokens
-
-
-@pytest.mark.parametrize("state", [DELIVER, DROP])
-def test_preemption(state: int) -> None:
-    """Its tokens in flight are delivered and advance its grammar, or are dropped and sampled again."""
-    world, stream, others = deferred()
-    world.preempt(stream, state)
-    assert stream.request.stale_rows == (2 if state == DELIVER else 0)
-    world.dispatch()
-    assert (not world.engine.queue.unmasked) == (state == DROP), "a delivered token still needs its mask"
-    world.drain()
-    assert (len(stream.tokens), len(others[0].tokens)) == (20, 20)
-    assert stream.finish.num_preemptions == 1
-
-
-def test_the_token_before_ends_the_request() -> None:
-    """Its row has no constraint then, and its sampled token is ignored."""
-    world = World(ROOMY, 2)
-    prompt = prompt_of(12)
-    probe = world.add(prompt, params(3, eos=False), structured=structured(1))
-    world.drain()
-    stop = probe.tokens[0]
-    stream = world.add(prompt, params(9, stop, eos=False), structured=structured(1))
-    other = world.add(prompt_of(9, 50), params(9, eos=False))
-    world.compiled()
-    world.dispatch()
-    assert world.stage(stream) == "sampling deferred"
-    world.complete()
-    assert stream.request.finished
-    world.drain()
-    assert (stream.tokens, stream.finish.stop_reason) == ([stop], stop)
-    assert len(other.tokens) == 9
-    assert world.coverage["sampling: of a request that ended before"] == 1
-
-
-def test_lost_workers() -> None:
-    """No sampling is deferred in the next epoch, and grammars have accepted exactly the confirmed tokens."""
-    world, stream, others = deferred(3)
-    world.complete()
-    world.dispatch()
-    assert world.engine.queue.unmasked
-    world.publish()
-    confirmed = list(stream.tokens)
-    assert confirmed
-    world.end_epoch()
-    assert not world.engine.queue.unmasked
-    world.start_epoch(ROOMY, ChunkedPolicy())
-    world.drain()
-    assert stream.tokens[: len(confirmed)] == confirmed
-    assert (len(stream.tokens), len(others[0].tokens)) == (20, 20)
 
 
 # -- embeddings --------------------------------------------------------------------------------------------------
