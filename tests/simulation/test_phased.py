@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from protocol.codec import unpack
-from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import SchedulerView, StepBudget
@@ -280,19 +279,3 @@ def test_only_confirmed_blocks_are_shared() -> None:
     world.complete()
     assert len(world.epoch.kv.pool.by_hash) == 2
     world.drain()
-
-
-def test_entries_of_another_generation_count_for_nothing() -> None:
-    """F and H are sums over rows of the slot's present generation."""
-    world = RigidWorld(limits(), 3)
-    world.add(prompt(24), params(2, eos=False))
-    world.dispatch()
-    ledger, s = world.epoch.ledger, world.epoch.slots
-    steps: list[InflightStep] = list(world.engine.queue.steps)
-    assert [int(step.counts[0]) for step in steps] == [8, 8, 8]
-    ledger.roll_back(0, 5)
-    assert int(s.computed[0]) - int(s.inflight[0]) == 5
-    assert not ledger.current(steps[0]).any()
-    for step in steps:
-        ledger.remove(step)
-        assert (int(s.computed[0]), int(s.inflight[0]), int(s.placeholders[0])) == (5, 0, 0)

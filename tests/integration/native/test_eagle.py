@@ -93,14 +93,6 @@ def test_answers_are_those_without_drafts(
     assert accepted / drafted > 0.25
 
 
-def test_most_first_drafts_are_right(plain: list[DrivenRequest]) -> None:
-    driver = eagle(1)
-    requests = [driver.add(prompt) for prompt in prompts()]
-    driver.generate(requests, TOKENS, depth=2)
-    assert_equal(requests, plain)
-    assert sum(r.accepted for r in requests) / sum(r.drafted for r in requests) > 0.55
-
-
 @pytest.mark.parametrize(
     ("chunk", "depth", "threads"), [(1, 1, 1), (5, 2, 1), (7, 3, 1), (5, 1, 3), (7, 2, 2), (5, 3, 3)]
 )

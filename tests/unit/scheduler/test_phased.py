@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from protocol.codec import pack
@@ -52,21 +51,6 @@ def test_chunks_that_are_not_whole_blocks_are_refused() -> None:
         SchedulerConfig(batching_policy="phased", max_num_batched_tokens=100)
 
 
-# -- admission -------------------------------------------------------------------------------------------------------
-
-
-def test_a_request_decodes_when_its_last_chunk_was_processed() -> None:
-    """Processed prefill: while that chunk is in flight, no step is formed, however deep the queue."""
-    engine = core(depth=3)
-    add(engine, 0, 12, 4)
-    chunks = plans(engine)
-    assert [np.frombuffer(plan.counts, np.int32).tolist() for plan in chunks] == [[4], [8]]
-    engine.on_result(result_of(chunks[0]))
-    assert plans(engine) == []
-    engine.on_result(result_of(chunks[1]))
-    assert [np.frombuffer(plan.starts, np.int32).tolist() for plan in plans(engine)] == [[12], [13], [14]]
-
-
 # -- reports of the runner -------------------------------------------------------------------------------------------
 
 
@@ -79,18 +63,6 @@ def prefilling() -> tuple[EngineCore, list[SchedulerOutput]]:
 
 def report(slot: int, frontier: int) -> dict[str, bytes]:
     return {"progress_slots": pack([slot]), "progress_frontiers": pack([frontier])}
-
-
-def test_tokens_of_a_generation_that_was_rolled_back_are_ignored() -> None:
-    """The runner computed the void row all the same: its token is ignored."""
-    engine, (first, second) = prefilling()
-    engine.on_result(result_of(first, **report(0, 5)))
-    (again,) = plans(engine)
-    assert np.frombuffer(again.generations, np.int32).tolist() == [2]
-    assert np.frombuffer(again.starts, np.int32).tolist() == [5]
-    engine.on_result(result_of(second))
-    assert engine.store.counters["generation_tokens"] == 0
-    assert int(engine.epoch.slots.computed[0]) == 8
 
 
 @pytest.mark.parametrize(

@@ -253,18 +253,6 @@ def test_each_frontend_gets_its_own() -> None:
     assert owners == {3: [3, 3], 4: [4]}
 
 
-def test_log_probabilities_of_an_aborted_request_are_dropped() -> None:
-    core = engine(1)
-    core.add(0, generate(number=1, logprobs=0))
-    core.add(0, generate(number=2, logprobs=0))
-    (plan,) = core.dispatch()
-    core.abort(0, [1])
-    rows = LogprobRows.concatenate([LogprobRows.from_message(scored(slot)) for slot in (0, 1)])  # type: ignore[arg-type]
-    core.on_result(result_of(plan, (5, 5), logprobs=rows.to_message()))
-    (message,) = outputs(core)
-    assert unpack(message.logprobs.owners, np.uint32).tolist() == [2]
-
-
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
