@@ -384,10 +384,12 @@ class OracleWorker:
             for group, table in enumerate(tables):
                 block, offset = table[position // size], position % size
                 self._demand(block != NO_BLOCK, "slot {}: no block for position {}", slot, position)
-                self.kv[block][offset] = in_group(s.prefixes[position], group)
+                word = in_group(s.prefixes[position], group)
+                if self.kv[block][offset] != word:  # else a row that was left out computes its last position again
+                    written.append((block, offset))
+                self.kv[block][offset] = word
                 if s.tainted:
                     self.tainted.add(block)
-                written.append((block, offset))
             if s.pooling is Pooling.MEAN:
                 s.hidden_sum += hidden(s.prefixes[position])
         s.computed = end

@@ -9,7 +9,6 @@ from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.request import RequestStatus
 from tests.simulation.reference import ExpectedAnswer, reference
 from tests.simulation.world import EOS, World, params, prompt_of
 
@@ -34,21 +33,6 @@ def entered(world: World, index: int) -> tuple[NewRequest, int, int]:
         rows = {slot: (start, count) for slot, start, count in zip(*columns, strict=True)}
         found += [(new, *rows[new.slot]) for new in plan.new]
     return found[index]
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("most", [1, 2, 3, 5])
-def test_a_length_limited_request_schedules_exactly_what_it_needs(most: int, depth: int) -> None:
-    world = World(ROOMY, depth)
-    first = world.add(prompt_of(100), params(most, eos=False))
-    world.dispatch()
-    second = world.add(prompt_of(37, seed=1), params(most, eos=False))
-    world.drain()
-    for stream, prompt in ((first, 100), (second, 37)):
-        assert stream.scheduled == prompt + most - 1
-        assert stream.steps == most
-        assert len(stream.tokens) == most
-    assert len(world.plans) <= 2 * most
 
 
 def test_the_numbers_of_a_request_after_each_event() -> None:
@@ -126,24 +110,3 @@ def test_eos_is_noticed_while_the_next_steps_are_in_flight(depth: int) -> None:
     needed = len(prompt) + len(stream.tokens) - 1
     assert stream.tokens[-1] == EOS
     assert stream.scheduled == needed + depth - 1, "the steps already in flight, and no more"
-
-
-def test_a_stop_token_arrives_while_the_request_is_preempted() -> None:
-    """Its third token, in flight when it was displaced, ends it. It leaves the queue, and nothing is freed twice."""
-    prompt = prompt_whose_answer(params(9, eos=False), lambda a: len(set(a.tokens[:3])) == 3)
-    third = reference(prompt, params(9, eos=False), 512, 64).tokens[2]
-    world = World(Limits(1, 512, 512, 64, 16), 3, use_priority=True)
-    stream = world.add(prompt, params(9, third, eos=False))
-    world.dispatch()
-    world.complete()
-    world.add(prompt_of(10), params(4, eos=False), priority=-1)
-    world.dispatch()
-    assert stream.request.status is RequestStatus.PREEMPTED
-    assert stream.request.stale_rows == 2
-    world.complete()
-    world.complete()
-    world.publish()
-    assert stream.request.status is RequestStatus.FINISHED
-    assert (stream.finish.stop_reason, len(stream.tokens)) == (third, 3)
-    assert stream.request not in list(world.store.waiting)
-    world.drain()

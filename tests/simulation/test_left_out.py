@@ -14,7 +14,6 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.core.slots import DROP
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.grammar import structured
@@ -108,19 +107,6 @@ def test_nobody_is_left_out_where_nobody_waits() -> None:
     assert len(world.plans) == 2
     assert not world.worker.holds_back
     world.drain()
-
-
-@pytest.mark.parametrize("is_applied", [False, True])
-def test_abort(is_applied: bool) -> None:
-    """Its masks arrive when it has gone, or never."""
-    world, stream, other = left_out() if is_applied else late()
-    world.abort(stream)
-    if not is_applied:
-        world.dispatch()
-        assert not world.worker.waits_for_grammar, "no masks are needed"
-    world.masks_made()
-    world.drain()
-    assert (len(stream.tokens), len(other.tokens)) == (0, 20)
 
 
 def test_the_core_is_not_empty_while_masks_are_made() -> None:
@@ -258,9 +244,8 @@ def masks_outlive_their_token(matching: Any, self: Request, token_ids: list[int]
 
 
 @FAULTS.add(DeferredMasks, "row_masks")
-def masks_of_ended_requests_are_not_sent(row_masks: Any, self: Any, step: Any, row: int, *arguments: Any) -> Any:
-    masks = row_masks(self, step, row, *arguments)
-    return None if self.epoch.slots.state[step.slots[row]] == DROP else masks
+def masks_of_ended_requests_are_not_sent(row_masks: Any, self: Any, slot: int, num_drafts: int, used: bool) -> Any:
+    return row_masks(self, slot, num_drafts, used) if used else None
 
 
 @FAULTS.add(EngineCore, "on_masks")

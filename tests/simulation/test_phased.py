@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from protocol.codec import unpack
-from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import SchedulerView, StepBudget
@@ -108,20 +107,6 @@ def test_without_interleaving_prefills_go_first() -> None:
     world.drain()
 
 
-def test_the_kind_of_the_last_step_outlives_its_result() -> None:
-    """With an empty queue too, no second prefill follows the first while a request can decode."""
-    world = RigidWorld(limits(), 1)
-    world.add(prompt(3), params(9, eos=False))
-    while not world.streams[0].tokens:
-        world.step()
-    world.add(prompt(16, first=9), params(1, eos=False))
-    for _ in range(8):
-        assert not world.engine.queue or world.pending
-        world.step()
-    assert "PP" not in "".join(world.kinds[1:])
-    world.drain()
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_policy_without_state_plans_the_same(depth: int) -> None:
     """Stateless policy: a policy that is made anew for each call, and called twice, plans the same."""
@@ -188,21 +173,6 @@ def test_the_last_chunk_waits_until_the_context_holds_both() -> None:
             assert late.steps == 1  # its first chunk ran, its last one waits while decodes go on
     world.drain()
     assert late.steps > 2
-
-
-def test_a_new_request_waits_until_the_volume_has_room() -> None:
-    """Three rows that end near 40 and a fourth exceed a volume of 120."""
-    world = RigidWorld(limits(), 2, max_volume=120)
-    early = [world.add(prompt(8, first=7 * i), params(20 + 4 * i, eos=False)) for i in range(3)]
-    while not all(stream.tokens for stream in early):
-        world.step()
-    late = world.add(prompt(8, first=40), params(20, eos=False))
-    while all(stream.open for stream in early):
-        world.step()
-        assert not late.steps or not early[0].open
-    world.drain()
-    assert late.steps
-    assert not world.coverage["paused"]
 
 
 def test_projections_leave_nothing_to_pausing() -> None:
@@ -274,34 +244,12 @@ def test_less_progress_with_the_next_chunk_in_flight() -> None:
     assert world.store.counters["rollbacks_total"] == 1
 
 
-def test_more_progress_with_the_next_chunk_in_flight() -> None:
-    ends = iter([8])
-    world = RigidWorld(limits(), 3, progress=lambda _start, end, _most: next(ends, end))
-    stream = world.add(prompt(20), params(3, eos=False))
-    world.drain()
-    assert starts(world, stream)[:5] == [(1, 0, 4), (1, 4, 12), (1, 12, 20), (2, 8, 12), (2, 12, 20)]
-
-
 def test_the_last_chunk_comes_short_and_returns_no_token() -> None:
     ends = iter([4, 9])
     world = RigidWorld(limits(), 2, progress=lambda _start, end, _most: next(ends, end))
     stream = world.add(prompt(12), params(3, eos=False))
     world.drain()
     assert starts(world, stream)[:3] == [(1, 0, 4), (1, 4, 12), (2, 9, 12)]
-
-
-def test_workers_are_lost_while_rows_are_void() -> None:
-    """The rollback does not outlive the epoch: the request is prefilled anew in chunks of all its tokens."""
-    cuts = iter([4])
-    world = RigidWorld(limits(), 3, progress=lambda _start, end, _most: next(cuts, end))
-    stream = world.add(prompt(24), params(3, eos=False))
-    world.dispatch()
-    world.complete()
-    assert world.store.counters["rollbacks_total"] == 1
-    world.replace_workers()
-    assert world.epoch.ledger.newest is None
-    world.drain()
-    assert starts(world, stream)[-5:] == [(1, 0, 8), (1, 8, 16), (1, 16, 24), (1, 24, 25), (1, 25, 26)]
 
 
 # -- prefix cache ----------------------------------------------------------------------------------------------------
@@ -331,19 +279,3 @@ def test_only_confirmed_blocks_are_shared() -> None:
     world.complete()
     assert len(world.epoch.kv.pool.by_hash) == 2
     world.drain()
-
-
-def test_entries_of_another_generation_count_for_nothing() -> None:
-    """F and H are sums over rows of the slot's present generation."""
-    world = RigidWorld(limits(), 3)
-    world.add(prompt(24), params(2, eos=False))
-    world.dispatch()
-    ledger, s = world.epoch.ledger, world.epoch.slots
-    steps: list[InflightStep] = list(world.engine.queue.steps)
-    assert [int(step.counts[0]) for step in steps] == [8, 8, 8]
-    ledger.roll_back(0, 5)
-    assert int(s.computed[0]) - int(s.inflight[0]) == 5
-    assert not ledger.current(steps[0]).any()
-    for step in steps:
-        ledger.remove(step, ledger.current(step))
-        assert (int(s.computed[0]), int(s.inflight[0]), int(s.placeholders[0])) == (5, 0, 0)

@@ -5,7 +5,6 @@ start of each row when they happen.
 """
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 
@@ -113,49 +112,6 @@ def test_requests_take_turns_if_a_step_is_too_small_for_their_drafts(budget: int
 # -- ends of rows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("place", range(6))
-def test_a_stop_token_at_each_place_of_a_row(place: int, depth: int) -> None:
-    """With five drafts that are all right, the second row has outputs 1 to 6."""
-    prompt, free = prompt_of(9), params(30, eos=False)
-    answer = reference(prompt, free, ROOMY.max_model_len, VOCAB).tokens
-    stop = answer[1 + place]
-    first = answer.index(stop)
-    world = World(ROOMY, depth, speculating=Speculating("always", (5,)))
-    stream = world.add(prompt, params(30, stop, eos=False))
-    other = world.add(prompt_of(9, 1), params(30, eos=False))
-    world.drain()
-    assert (stream.tokens, stream.finish.reason) == (answer[: first + 1], FinishReason.STOP)
-    assert stream.finish.stop_reason == stop
-    assert len(other.tokens) == 30
-    row = 0 if first == 0 else -(-first // 6)
-    assert stream.finish.num_draft_tokens == 5 * row
-    assert stream.finish.num_accepted_tokens >= first - row
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("most", range(1, 9))
-def test_max_tokens_at_each_place_of_a_row(most: int, depth: int) -> None:
-    """The request ends within a row of up to six tokens."""
-    world = World(ROOMY, depth, speculating=Speculating("always", (5,)))
-    streams = [world.add(prompt_of(9, i), params(most, eos=False)) for i in range(3)]
-    world.drain()
-    assert [len(stream.tokens) for stream in streams] == [most] * 3
-    assert all(stream.finish and stream.finish.reason is FinishReason.LENGTH for stream in streams)
-
-
-@pytest.mark.parametrize(
-    ("room", "acceptance", "depth"), covering(range(1, 9), ["always", "never", "every third"], [1, 2, 3])
-)
-def test_the_context_ends_with_less_room_than_drafts(room: int, acceptance: str, depth: int) -> None:
-    """No position beyond the context is computed, and every token that fits is delivered."""
-    limits = replace(ROOMY, max_model_len=32, num_blocks=16)
-    world = World(limits, depth, speculating=Speculating(acceptance, (5,), looks_ahead=room % 2 == 0))
-    streams = [world.add(prompt_of(32 - room, i), params(100, eos=False)) for i in range(2)]
-    world.drain()
-    assert [len(stream.tokens) for stream in streams] == [room] * 2
-
-
 @pytest.mark.parametrize(
     ("stages", "depth", "rows"), [(1, 1, 1), (1, 2, 2), (1, 3, 3), (2, 2, 1), (2, 3, 2), (4, 8, 2)]
 )
@@ -174,26 +130,6 @@ def test_a_request_that_fits_with_its_drafts_ends_and_one_that_does_not_is_refus
 
 
 # -- grammars ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_grammar_that_refuses_every_third_draft(depth: int) -> None:
-    """None of the requests fails, and each answer is that without drafts."""
-    world = World(replace(ROOMY, max_num_seqs=32), depth, speculating=Speculating("every third", (3,)))
-    rng, total = Random(depth), 400 if depth == 2 else 100
-    while len(world.streams) < total or world.engine.requests:
-        for _ in range(min(24 - len(world.engine.requests), total - len(world.streams))):
-            i = len(world.streams)
-            world.add(prompt_of(rng.randint(1, 4), i), params(rng.randint(2, 8)), structured=structured(i))
-        while world.compilation.waiting:
-            world.compiled()
-        world.step()
-    world.drain()
-    reasons = {stream.finish.reason for stream in world.streams if stream.finish}
-    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
-    cover = world.coverage
-    assert 0 < cover["drafts: accepted"] < cover["drafts: verified"] < cover["drafts: planned"]
-    assert bool(cover["sampling: waits for tokens in flight"]) == (depth > 1)
 
 
 @pytest.mark.parametrize(("most", "accepts"), [(1, False), (MAX_MASK_BYTES, True)])

@@ -5,20 +5,15 @@ The world checks answers, masks and the state of every grammar after every trans
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from protocol.codec import unpack
-from protocol.requests import FinishReason
 from protocol.sampling import Pooling
 from protocol.steps import GrammarOutput, SchedulerOutput, StepMessage
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.request import RequestStatus
-from services.scheduler.core.slots import DELIVER, DROP
-from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.grammar import structured
 from tests.simulation.oracle import MESSAGES
-from tests.simulation.world import SimulatedStream, World, params, prompt_of
+from tests.simulation.world import World, params, prompt_of
 
 ROOMY = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=128, block_size=16)
 
@@ -32,20 +27,6 @@ class Recorded(World):
 
     def _on_sent(self, frame: bytes) -> None:
         self.sent.append((MESSAGES.decode(frame), self.checker.confirmed))
-
-
-def deferred(
-    depth: int = 2, seed: int = 1, neighbours: int = 1
-) -> tuple[World, SimulatedStream, list[SimulatedStream]]:
-    """Return a world whose newest step waits for its masks: the token before is in flight."""
-    world = World(ROOMY, depth)
-    others = [world.add(prompt_of(9, 50 + i), params(20, eos=False)) for i in range(neighbours)]
-    stream = world.add(prompt_of(12), params(20, eos=False), structured=structured(seed))
-    world.compiled()
-    world.dispatch()
-    assert world.stage(stream) == "sampling deferred"
-    assert len(world.plans) == 2, "its forward pass runs ahead"
-    return world, stream, others
 
 
 # -- the order of messages ---------------------------------------------------------------------------------------
@@ -98,113 +79,7 @@ def test_neighbours_of_a_request_that_is_compiled_lose_no_step() -> None:
 # -- while a sampling is deferred --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [2, 3])
-def test_abort(depth: int) -> None:
-    world, stream, others = deferred(depth)
-    world.abort(stream)
-    world.dispatch()
-    assert not world.engine.queue.unmasked, "no masks are needed"
-    world.drain()
-    assert len(others[0].tokens) == 20
-    assert not stream.tokens
-
-
-@pytest.mark.parametrize("state", [DELIVER, DROP])
-def test_preemption(state: int) -> None:
-    """Its tokens in flight are delivered and advance its grammar, or are dropped and sampled again."""
-    world, stream, others = deferred()
-    world.preempt(stream, state)
-    assert stream.request.stale_rows == (2 if state == DELIVER else 0)
-    world.dispatch()
-    assert (not world.engine.queue.unmasked) == (state == DROP), "a delivered token still needs its mask"
-    world.drain()
-    assert (len(stream.tokens), len(others[0].tokens)) == (20, 20)
-    assert stream.finish.num_preemptions == 1
-
-
-def test_the_token_before_ends_the_request() -> None:
-    """Its row has no constraint then, and its sampled token is ignored."""
-    world = World(ROOMY, 2)
-    prompt = prompt_of(12)
-    probe = world.add(prompt, params(3, eos=False), structured=structured(1))
-    world.drain()
-    stop = probe.tokens[0]
-    stream = world.add(prompt, params(9, stop, eos=False), structured=structured(1))
-    other = world.add(prompt_of(9, 50), params(9, eos=False))
-    world.compiled()
-    world.dispatch()
-    assert world.stage(stream) == "sampling deferred"
-    world.complete()
-    assert stream.request.finished
-    world.drain()
-    assert (stream.tokens, stream.finish.stop_reason) == ([stop], stop)
-    assert len(other.tokens) == 9
-    assert world.coverage["sampling: of a request that ended before"] == 1
-
-
-def test_lost_workers() -> None:
-    """No sampling is deferred in the next epoch, and grammars have accepted exactly the confirmed tokens."""
-    world, stream, others = deferred(3)
-    world.complete()
-    world.dispatch()
-    assert world.engine.queue.unmasked
-    world.publish()
-    confirmed = list(stream.tokens)
-    assert confirmed
-    world.end_epoch()
-    assert not world.engine.queue.unmasked
-    world.start_epoch(ROOMY, ChunkedPolicy())
-    world.drain()
-    assert stream.tokens[: len(confirmed)] == confirmed
-    assert (len(stream.tokens), len(others[0].tokens)) == (20, 20)
-
-
-def test_a_grammar_is_ready_when_smaller_workers_have_taken_over() -> None:
-    world = World(ROOMY, 2)
-    waits = world.add(prompt_of(100), params(20), structured=structured(4))
-    fits = world.add(prompt_of(10), params(3, eos=False), structured=structured(5))
-    world.end_epoch()
-    world.start_epoch(replace(ROOMY, max_model_len=64, num_blocks=4), ChunkedPolicy())
-    assert waits.finish.reason is FinishReason.ERROR
-    world.drain()
-    assert world.coverage["grammars: of an ended request"] == 1
-    assert len(fits.tokens) == 3
-
-
-# -- grammars that fail ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("after", [0, 1, 4])
-def test_a_grammar_that_fails_at_run_time_ends_only_its_request(after: int, depth: int) -> None:
-    world = World(ROOMY, depth)
-    bad = world.add(prompt_of(8), params(20, eos=False), structured=structured(1, fails_after=after))
-    good = [
-        world.add(prompt_of(9, 1), params(12, eos=False), structured=structured(2)),
-        world.add(prompt_of(9, 2), params(12, eos=False)),
-    ]
-    world.drain()
-    assert bad.finish.reason is FinishReason.ERROR
-    assert "simplify the grammar" in bad.finish.message
-    assert len(bad.tokens) == after
-    assert [len(stream.tokens) for stream in good] == [12, 12]
-
-
-def test_a_grammar_that_fails_for_a_token_that_is_delivered_late() -> None:
-    """The request is preempted with the token in flight at which its grammar fails."""
-    world = World(replace(ROOMY, max_num_seqs=1), 2, use_priority=True)
-    bad = world.add(prompt_of(8), params(20, eos=False), structured=structured(1, fails_after=1))
-    world.compiled()
-    world.dispatch()
-    world.preempt(bad)
-    urgent = world.add([1], params(2, eos=False), priority=-1)
-    world.drain()
-    assert bad.request.status is RequestStatus.FINISHED
-    assert (bad.finish.reason, len(bad.tokens)) == (FinishReason.ERROR, 1)
-    assert len(urgent.tokens) == 2
-
-
-# -- replays and embeddings ----------------------------------------------------------------------------------------
+# -- embeddings --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
@@ -221,35 +96,3 @@ def test_embeddings_beside_generation(pooling: Pooling, depth: int) -> None:
     assert all(stream.embedded and not stream.tokens for stream in pooled)
     assert [stream.hit > 0 for stream in pooled] == [pooling is Pooling.LAST] * 3
     assert len(generating.tokens) == 12
-
-
-@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
-def test_an_embedding_that_comes_when_its_request_was_displaced(pooling: Pooling) -> None:
-    world = World(replace(ROOMY, max_num_seqs=1), 2, use_priority=True)
-    pooled = world.add(prompt_of(20), params(1, eos=False), pooling=pooling)
-    world.dispatch()
-    urgent = world.add([1], params(2, eos=False), priority=-1)
-    world.dispatch()
-    assert pooled.request.status is RequestStatus.PREEMPTED
-    world.complete()
-    assert pooled.request.status is RequestStatus.FINISHED
-    world.drain()
-    assert pooled.embedded
-    assert len(urgent.tokens) == 2
-
-
-def test_chunks_of_a_displaced_request_are_dropped_when_it_was_aborted() -> None:
-    """Its number may have been used again by then."""
-    world = World(replace(ROOMY, max_num_seqs=1, max_num_batched_tokens=16), 2, use_priority=True)
-    scored = msgspec.structs.replace(params(2, eos=False), prompt_logprobs=1)
-    stream = world.add(prompt_of(60), scored)
-    world.dispatch()
-    world.add([1], params(2, eos=False), priority=-1)
-    world.complete()
-    world.dispatch()
-    assert stream.request.status is RequestStatus.PREEMPTED
-    assert stream.request.stale_rows == 0
-    world.abort(stream)
-    again = world.add(prompt_of(50, 1), scored, number=stream.number)
-    world.drain()
-    assert again.scored == set(range(1, 50))

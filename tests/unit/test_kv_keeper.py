@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -58,7 +59,17 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ClaimingRank(KeptMemory):
-    """A worker of this process."""
+    """A worker of this process. The kernel closes its connection when it ends, as the context does here."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._socket is not None:
+            self._socket.close()
 
     def found(self, digest: bytes = ONE) -> bytes:
         """Return the content of the claimed memory."""
@@ -68,17 +79,9 @@ class ClaimingRank(KeptMemory):
         return data
 
 
-@contextmanager
-def rank(path: Path) -> Iterator[ClaimingRank]:
-    worker = ClaimingRank(str(path))
-    yield worker
-    if worker._socket is not None:  # noqa: SLF001  the kernel closes it when a worker ends
-        worker._socket.close()  # noqa: SLF001
-
-
 def found(path: Path, digest: bytes = ONE) -> bytes:
     """Return what a worker finds that ends at once."""
-    with rank(path) as worker:
+    with ClaimingRank(path) as worker:
         return worker.found(digest)
 
 
@@ -86,10 +89,10 @@ def test_the_next_worker_gets_what_a_killed_one_has_left(path: Path) -> None:
     with keeper(path):
         assert path.stat().st_mode & 0o777 == 0o600
         left(path, b"one")
-        with rank(path) as first:
+        with ClaimingRank(path) as first:
             assert first.found() == b"one"
             assert found(path) == b"", "nobody gets memory that a worker has"
-        with rank(path) as second:
+        with ClaimingRank(path) as second:
             assert second.found() == b"one"
             assert second.found(OTHER) == b"", "it uses another cache now"
             assert found(path) == b"", "and the one before is freed"
@@ -105,14 +108,14 @@ def test_memory_is_freed_for_a_cache_that_is_not_there(path: Path) -> None:
 def test_a_drop_reaches_memory_without_a_worker(path: Path) -> None:
     with keeper(path):
         left(path, b"one")
-        ClaimingRank(str(path)).drop()
+        ClaimingRank(path).drop()
         assert found(path) == b""
-    ClaimingRank(str(path)).drop()  # the keeper has ended: nothing is kept
+    ClaimingRank(path).drop()  # the keeper has ended: nothing is kept
 
 
 def test_memory_without_a_worker_is_freed_after_some_time(path: Path) -> None:
     with keeper(path, seconds=0.05):
-        with rank(path) as loads:
+        with ClaimingRank(path) as loads:
             loads.connect()
             left(path, b"one")
             assert loads.found() == b"one", "the time does not run while a worker loads"
@@ -120,7 +123,7 @@ def test_memory_without_a_worker_is_freed_after_some_time(path: Path) -> None:
 
 
 def test_a_worker_outlives_its_keeper(path: Path) -> None:
-    with rank(path) as worker:
+    with ClaimingRank(path) as worker:
         with keeper(path):
             assert worker.found() == b""
             with pytest.raises(OSError, match="another service is using it"):
@@ -135,7 +138,7 @@ def test_a_worker_outlives_its_keeper(path: Path) -> None:
 def test_nonsense_ends_its_connection_only(path: Path) -> None:
     with keeper(path):
         left(path, b"one")
-        with rank(path) as worker, worker.connected() as peer:
+        with ClaimingRank(path) as worker, worker.connected() as peer:
             peer.sendall(b"nonsense")
             assert peer.recv(1) == b""
             assert worker.found() == b"one"

@@ -5,7 +5,7 @@ from tests.quick import chosen, imports_of
 
 def test_tests_nearest_to_a_changed_module_come_first():
     files = chosen(["services/scheduler/core/kv_cache.py"])
-    assert files[0] == "tests/unit/scheduler/test_kv_cache_machine.py"
+    assert files[0] == "tests/unit/scheduler/test_kv_cache.py"
     assert "tests/simulation/test_seeds.py" in files  # through tests/simulation/world.py and the core
     assert not [file for file in files if file.startswith("tests/unit/native")]
 

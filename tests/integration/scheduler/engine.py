@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -96,6 +96,12 @@ class FrontendConnection:
             lora=lora,
         )
         self.send(message)
+
+    def generate_all(self, numbers: Iterable[int], tokens: int, growth: int = 1) -> None:
+        """Send requests of `tokens` tokens, every other one sampled. Their prompts differ in content and length."""
+        for number in numbers:
+            prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + growth * number)]
+            self.generate(number, prompt, SamplingParams(tokens, temperature=float(number % 2), seed=number))
 
     def abort(self, *numbers: int) -> None:
         self.send(AbortRequest(list(numbers)))

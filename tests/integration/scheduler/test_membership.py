@@ -13,14 +13,7 @@ from tests.integration.scheduler.engine import PATIENCE, EngineProcesses, Fronte
 
 SIM = {"backend": "sim", "sim_step_ms": 10.0, "sim_vocab_size": 1000}
 SCHEDULER = {"max_model_len": 512, "heartbeat_timeout_seconds": 2.0}
-REQUESTS = range(16)
-
-
-def generate(client: FrontendConnection) -> None:
-    """Requests of 80 tokens, half of them sampled."""
-    for number in REQUESTS:
-        prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
-        client.generate(number, prompt, SamplingParams(max_tokens=80, temperature=float(number % 2), seed=number))
+REQUESTS, TOKENS = range(16), 80
 
 
 def wait_for(client: FrontendConnection, wanted: Callable[[FrontendConnection], bool]) -> None:
@@ -34,7 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]
     """The answers of an undisturbed run."""
     with engine(tmp_path_factory.mktemp("undisturbed"), SCHEDULER, SIM) as running:
         client = running.connect()
-        generate(client)
+        client.generate_all(REQUESTS, TOKENS)
         client.wait_finished(*REQUESTS)
         return client.tokens
 
@@ -42,7 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]
 def started(running: EngineProcesses, after: int) -> FrontendConnection:
     """A client with all requests open and `after` tokens of the first delivered."""
     client = running.connect()
-    generate(client)
+    client.generate_all(REQUESTS, TOKENS)
     while len(client.tokens[0]) < after:
         client.receive()
     return client
@@ -110,7 +103,9 @@ def test_auto_grows_and_shrinks_with_the_workers_under_load(tmp_path: Path, undi
         assert client.wait_ready().info["tensor_parallel_size"] == "1"
         second = running.add_worker()
         wait_for(client, lambda c: c.state.stats.get("num_workers") == 2)
-        generate(client)  # while the group settles: a worker may take longer to start than requests to end
+        client.generate_all(
+            REQUESTS, TOKENS
+        )  # while the group settles: a worker may take longer to start than requests to end
         wait_for(client, lambda c: c.state.info.get("tensor_parallel_size") == "2" and is_ready(c))
         before = len(client.tokens[0])
         while len(client.tokens[0]) == before and 0 not in client.finished:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from protocol.requests import FinishReason
-from protocol.sampling import SamplingParams
 from tests.examples.install import STEADY_DECODE, install
 from tests.integration.scheduler.engine import engine
 
@@ -19,9 +18,7 @@ def answers(directory: Path, policy: str) -> dict[int, list[int]]:
     with engine(directory, {**LIMITS, "batching_policy": policy}, WORKER) as running:
         client = running.connect()
         assert client.wait_ready().info["batching_policy"] == policy
-        for number in range(12):
-            prompt = [(number * 37 + i * 11) % 1000 for i in range(7 + 13 * number)]
-            client.generate(number, prompt, SamplingParams(max_tokens=20, temperature=0.0))
+        client.generate_all(range(12), 20, growth=13)
         client.wait_finished(*range(12))
         assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
         assert set(running.stop()) == {0}

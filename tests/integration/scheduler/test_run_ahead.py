@@ -5,43 +5,21 @@ from pathlib import Path
 
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import SamplingParams
-from tests.integration.scheduler.engine import PATIENCE, FrontendConnection, engine
-from tests.integration.scheduler.step_trace import steps_ahead
+from tests.integration.scheduler.engine import PATIENCE, engine
+from tests.integration.scheduler.step_trace import serve_traced
 
 SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000}
 """Steps long enough that the order of events is that of most steps on a busy machine."""
-REQUESTS = range(16)
-
-
-def run_load(tmp_path: Path, depth: int) -> tuple[FrontendConnection, Path]:
-    """Serve sixteen requests of 24 tokens. Return the client with their answers, and the step trace."""
-    tmp_path.mkdir()
-    trace = tmp_path / "trace.jsonl"
-    scheduler = {"batch_queue_depth": depth, "step_trace": str(trace), "max_model_len": 512}
-    with engine(tmp_path, scheduler, SIM) as running:
-        client = running.connect()
-        for number in REQUESTS:
-            prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
-            temperature = float(number % 2)
-            client.generate(number, prompt, SamplingParams(max_tokens=24, temperature=temperature, seed=number))
-        client.wait_finished(*REQUESTS)
-        assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
-        assert running.stop() == (0, 0)
-    return client, trace
-
-
-def share_ahead(trace: Path) -> float:
-    """Return the share of steps whose successor was dispatched before their result arrived."""
-    ahead, steps = steps_ahead(trace)
-    return ahead / steps
 
 
 def test_depth_two_schedules_ahead_and_depth_one_never_does(tmp_path: Path) -> None:
-    one, trace_1 = run_load(tmp_path / "one", depth=1)
-    two, trace_2 = run_load(tmp_path / "two", depth=2)
-    assert share_ahead(trace_1) == 0
-    assert share_ahead(trace_2) > 0.8
-    assert one.tokens == two.tokens
+    runs = []
+    for depth in (1, 2):
+        scheduler = {"batch_queue_depth": depth, "max_model_len": 512}
+        runs.append(serve_traced(tmp_path / f"{depth}", scheduler, SIM, range(16), 24))
+    (one, ahead_at_one), (two, ahead_at_two) = runs
+    assert (ahead_at_one, ahead_at_two > 0.8) == (0, True)
+    assert one == two
 
 
 def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(tmp_path: Path) -> None:

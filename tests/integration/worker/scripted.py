@@ -107,15 +107,25 @@ class ScriptedWorkerServer:
     def assign(self, epoch: int = EPOCH) -> None:
         self.send(Assignment(epoch, 0, 1, BLOCK, SLOTS, 512, CONTEXT))
 
+    def load(self, epoch: int = EPOCH) -> Loaded:
+        """Take the worker from its registration to Loaded. Late results of the epoch before may arrive."""
+        self.assign(epoch)
+        while not isinstance(loaded := self.next_message(), Loaded):
+            assert isinstance(loaded, LoadProgress | ModelRunnerOutput)
+            assert loaded.epoch == (epoch if isinstance(loaded, LoadProgress) else epoch - 1)
+        assert loaded.epoch == epoch
+        return loaded
+
+    def initialize(self, epoch: int = EPOCH) -> None:
+        """Take the worker from Loaded to Ready."""
+        self.send(InitializeCache(BLOCKS, CONTEXT))
+        assert self.next_message() == Ready(epoch)
+
     def serve(self, epoch: int = EPOCH) -> Loaded:
         """Take the worker from its registration to Ready."""
         self.registered()
-        self.assign(epoch)
-        while not isinstance(loaded := self.next_message(), Loaded):
-            assert isinstance(loaded, LoadProgress)
-        assert loaded.epoch == epoch
-        self.send(InitializeCache(BLOCKS, CONTEXT))
-        assert self.next_message() == Ready(epoch)
+        loaded = self.load(epoch)
+        self.initialize(epoch)
         return loaded
 
     def end(self, epoch: int) -> None:
@@ -179,6 +189,10 @@ class WorkerThread:
         except SystemExit as end:
             self._status = end.code
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def exit_status(self) -> int:
         """Wait for the worker to end by itself. Return the exit status that its process would have."""
         self._thread.join(PATIENCE)
@@ -197,14 +211,17 @@ def worker_thread(
     make_runner: Callable[[WorkerConfig], ModelRunner] = checking_runner,
     **values: object,
 ) -> Iterator[WorkerThread]:
-    """Run a worker in a thread; it is shut down at the end. `values` are settings of the worker."""
+    """Run a worker in a thread. If it has not ended by itself, it is shut down at the end, and leaves in order.
+    `values` are settings of the worker."""
     config = worker_config(directory, **values)
     thread = WorkerThread(Worker(config, make_runner(config)))
     try:
         yield thread
     finally:
+        is_running = thread.is_running
         scheduler.send_while_there(Shutdown())
-        thread.exit_status()
+        status = thread.exit_status()
+    assert status == 0 or not is_running
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.membership import InitializeCache, Loaded, LoadProgress, RankLost, Ready, Register, Shard, Shutdown
+from protocol.membership import RankLost, Register, Shard
 from protocol.steps import ModelRunnerOutput
 from services.worker.result_sender import EXIT_STUCK
 from tests.integration.worker.scripted import HANG, ScriptedWorkerServer, exit_status, worker_process, worker_thread
-from tests.unit.worker.plans import BLOCKS, CONTEXT, GREEDY, PlanBuilder, alone, one_request, prompt, tokens
+from tests.unit.worker.plans import GREEDY, PlanBuilder, alone, one_request, prompt, tokens
 
 
 def answers(scheduler: ScriptedWorkerServer, epoch: int, steps: int) -> list[int]:
@@ -22,7 +22,7 @@ def answers(scheduler: ScriptedWorkerServer, epoch: int, steps: int) -> list[int
 
 
 def test_the_next_epoch_keeps_nothing_but_the_weights(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_thread(scheduler, tmp_path) as worker:
+    with worker_thread(scheduler, tmp_path):
         scheduler.serve(1)
         first = scheduler.received[0]
         assert isinstance(first, Register)
@@ -34,31 +34,19 @@ def test_the_next_epoch_keeps_nothing_but_the_weights(scheduler: ScriptedWorkerS
         assert (again.epoch, again.shard) == (1, Shard())
         assert again.rendezvous != first.rendezvous, "each epoch has its own rendezvous"
         assert answers(scheduler, 2, 4) == alone(prompt(1, 6), GREEDY, 4)
-        scheduler.send(Shutdown("enough"))
-        assert worker.exit_status() == 0
 
 
 @pytest.mark.parametrize("phase", ["registered", "loaded", "initialising"])
 def test_an_epoch_may_end_before_it_serves(scheduler: ScriptedWorkerServer, tmp_path: Path, phase: str) -> None:
-    with worker_thread(scheduler, tmp_path) as worker:
+    with worker_thread(scheduler, tmp_path):
         scheduler.registered()
         if phase != "registered":
-            scheduler.assign(1)
-            while not isinstance(message := scheduler.next_message(), Loaded):
-                assert isinstance(message, LoadProgress)
+            scheduler.load(1)
         if phase == "initialising":
-            scheduler.send(InitializeCache(BLOCKS, CONTEXT))
-            assert scheduler.next_message() == Ready(1)
+            scheduler.initialize(1)
         scheduler.end(1)
-        scheduler.registered()
-        scheduler.assign(2)
-        while not isinstance(message := scheduler.next_message(), Loaded):
-            assert isinstance(message, LoadProgress)
-        scheduler.send(InitializeCache(BLOCKS, CONTEXT))
-        assert scheduler.next_message() == Ready(2)
+        scheduler.serve(2)
         assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
-        scheduler.send(Shutdown())
-        assert worker.exit_status() == 0
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
@@ -88,7 +76,7 @@ def test_steps_in_flight_when_the_epoch_ends_are_void(
     scheduler: ScriptedWorkerServer, tmp_path: Path, phase: str
 ) -> None:
     """Their late results carry the number of their epoch. In "sampling" masks never arrive."""
-    with worker_thread(scheduler, tmp_path, sim_step_ms=100.0) as worker:
+    with worker_thread(scheduler, tmp_path, sim_step_ms=100.0):
         scheduler.serve(1)
         plans, request = one_request()
         scheduler.send(*(plans.step(request) for _ in range(3)))
@@ -102,12 +90,6 @@ def test_steps_in_flight_when_the_epoch_ends_are_void(
             assert isinstance(message, ModelRunnerOutput | RankLost | Register)
             assert message.epoch == 1
             awaited = [kind for kind in awaited if not isinstance(message, kind)]
-        scheduler.assign(2)
-        while not isinstance(message := scheduler.next_message(), Loaded):
-            assert isinstance(message, LoadProgress | ModelRunnerOutput)
-            assert not isinstance(message, ModelRunnerOutput) or message.epoch == 1
-        scheduler.send(InitializeCache(BLOCKS, CONTEXT))
-        assert scheduler.next_message() == Ready(2)
+        scheduler.load(2)
+        scheduler.initialize(2)
         assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
-        scheduler.send(Shutdown())
-        assert worker.exit_status() == 0

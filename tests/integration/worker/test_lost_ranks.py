@@ -230,7 +230,7 @@ def test_a_worker_that_is_refused_after_it_registered_logs_the_reason(
 
 
 def test_a_worker_answers_signs_of_life_on_each_connection(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_thread(scheduler, tmp_path) as worker:
+    with worker_thread(scheduler, tmp_path):
         scheduler.serve()
         scheduler.send(Ping(12.5, 3))
         answer = scheduler.next_message()
@@ -239,8 +239,6 @@ def test_a_worker_answers_signs_of_life_on_each_connection(scheduler: ScriptedWo
         scheduler.beat(7)
         while (answered := scheduler.wait_heartbeat().answers) != 7:
             assert answered == 0, "the sign on the other connection does not count here"
-        scheduler.send(Shutdown())
-        assert worker.exit_status() == 0
 
 
 def test_a_worker_that_hears_the_end_of_its_epoch_on_one_connection_alone_connects_again(
@@ -248,19 +246,17 @@ def test_a_worker_that_hears_the_end_of_its_epoch_on_one_connection_alone_connec
 ) -> None:
     """Nothing arrives on its connection for plans, which lives."""
     monkeypatch.setattr(result_sender, "ABORT_GRACE", 0.2)
-    with worker_thread(scheduler, tmp_path) as worker:
+    with worker_thread(scheduler, tmp_path):
         scheduler.serve(3)
         before = scheduler.worker
         scheduler.end_on_results(3)
         assert scheduler.registered().returns
         assert scheduler.worker != before
-        scheduler.send(Shutdown())
-        assert worker.exit_status() == 0
 
 
 def test_a_spare_serves_when_it_is_assigned(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     """It sends heartbeats of epoch 0. The end of any epoch makes it register again: the scheduler has dropped it."""
-    with worker_thread(scheduler, tmp_path) as worker:
+    with worker_thread(scheduler, tmp_path):
         scheduler.registered()
         assert scheduler.wait_heartbeat() == scheduler.wait_heartbeat() == Heartbeat(0, 0, answers=0)
         scheduler.end(4)  # the scheduler has dropped it after a heartbeat timeout
@@ -272,5 +268,3 @@ def test_a_spare_serves_when_it_is_assigned(scheduler: ScriptedWorkerServer, tmp
         assert (result.epoch, result.step_id) == (5, 1)
         while scheduler.wait_heartbeat().epoch != 5:
             pass
-        scheduler.send(Shutdown())
-        assert worker.exit_status() == 0

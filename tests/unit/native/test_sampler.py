@@ -87,14 +87,6 @@ def test_equals_the_float64_reference(sample: Sample, vocab: int, spread: float)
         assert noisy[ids[row]] >= noisy.max() - 1e-5, columns["top_k"][row]
 
 
-def test_draws_follow_the_probabilities(sample: Sample) -> None:
-    rows, logits = 5_000, torch.tensor([0.0, 1.0, 2.0, -1.0])
-    slots = table(rows, seed=np.arange(rows, dtype=np.uint64))
-    ids = sample(logits.repeat(rows, 1), slots, np.arange(rows, dtype=np.int32), np.full(rows, 9, np.int32))
-    shares = np.bincount(ids, minlength=4) / rows
-    np.testing.assert_allclose(shares, logits.softmax(-1), atol=0.015)
-
-
 def test_a_row_does_not_depend_on_its_batch(sample: Sample) -> None:
     rng = np.random.default_rng(5)
     rows, vocab = 24, 2000
@@ -117,36 +109,6 @@ def test_greedy_takes_the_lowest_of_equal_maxima(sample: Sample) -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, 2.0, 2.0]])
     slots = table(2, temperature=0.0, top_k=3, top_p=0.5, min_p=0.9)
     assert sample(logits, slots, np.array([0, 1], np.int32), np.array([3, 3], np.int32)).tolist() == [1, 0]
-
-
-def test_seed_and_position_change_the_draw(sample: Sample) -> None:
-    logits = torch.zeros(1, 1000)
-    draw = [
-        int(sample(logits.clone(), table(1, seed=seed), np.zeros(1, np.int32), np.array([at], np.int32)))
-        for seed, at in [(1, 5), (2, 5), (1, 6), (1, 5)]
-    ]
-    assert draw[0] == draw[3]
-    assert len(set(draw[:3])) == 3
-
-
-def test_min_tokens_bans_the_ends_until_enough_tokens_exist(sample: Sample) -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2)
-    slots = table(2, temperature=0.0, banned_until=10)
-    slots.banned = [(3, 2, 99), (3,)]
-    both = np.array([0, 1], np.int32)
-    assert sample(logits.clone(), slots, both, np.array([9, 9], np.int32)).tolist() == [1, 2]
-    assert sample(logits.clone(), slots, both, np.array([10, 9], np.int32)).tolist() == [3, 2]
-
-
-def test_grammar_leaves_only_the_tokens_whose_bit_is_set(sample: Sample) -> None:
-    vocab, rows = 70, np.array([4, 8, 6], np.int32)
-    logits = torch.arange(vocab, dtype=torch.float32).repeat(3, 1)
-    masks = np.zeros((3, 3), np.int32)
-    masks[0, 1], masks[1, 0] = 1 << 5, 0b110  # tokens 37; 1 and 2; slot 2 has no row
-    grammar = GrammarOutput(1, 1, np.array([6, 4, 2], np.int32).tobytes(), masks.tobytes())
-    ids = sample(logits, table(9, temperature=0.0), rows, rows, grammar)
-    assert ids.tolist() == [2, vocab - 1, 37]
-    assert torch.isfinite(logits).sum(-1).tolist() == [2, vocab, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,25 @@
 """Admission and bookkeeping of requests: a request that cannot be served ends alone."""
 
+from typing import Any
+
 import pytest
 
-from protocol.codec import unpack
+from protocol.codec import pack, unpack
 from protocol.requests import MAX_PRIORITY, FinishReason, GenerateRequest
+from protocol.sampling import Pooling, StructuredOutputParams
 from services.scheduler.core import plan
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
+from tests.simulation.grammar import Compilation, structured
 from tests.simulation.requests import finishes, generate, plans
 from tests.simulation.results import result_of
 
 LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=32, num_blocks=6, block_size=4)
 
 
-def engine(**sizes: int) -> EngineCore:
-    return EngineCore(LIMITS, ChunkedPolicy(), depth=2, vocab_size=50, **sizes)
+def engine(**options: Any) -> EngineCore:
+    return EngineCore(LIMITS, ChunkedPolicy(), depth=2, vocab_size=50, **options)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,12 @@ def engine(**sizes: int) -> EngineCore:
         (generate([1], stop_token_ids=(3, 50)), "stop_token_ids must lie between 0 and 49"),
         (generate([1], min_tokens=2**31 - 1), "the context holds 32 tokens"),
         (generate([1], priority=MAX_PRIORITY + 1), "priority must lie between"),
+        (generate(structured=structured(1)), "without the model's tokenizer"),
+        (generate(pooling=Pooling.MEAN, max_tokens=1), "serves no embeddings"),
+        (generate(logit_bias=((50, 1.0),)), "between 0 and 49"),
+        (generate(bad_words=((1, 50),)), "between 0 and 49"),
+        (generate(allowed_token_ids=pack([1, 50])), "between 0 and 49"),
+        (generate(allowed_token_ids=pack([-1])), "between 0 and 49"),
     ],
 )
 def test_a_request_that_cannot_be_served_ends_alone(message: GenerateRequest, says: str) -> None:
@@ -41,19 +51,21 @@ def test_a_request_that_cannot_be_served_ends_alone(message: GenerateRequest, sa
     (finish,) = finishes(core)
     assert (finish.number, finish.reason) == (message.number, FinishReason.INVALID)
     assert says in finish.message
-    assert finish.by_settings == any(text in says for text in ("KV cache", "delivered", "needs"))
+    assert finish.by_settings == any(text in says for text in ("KV cache", "delivered", "needs", "without", "serves"))
     assert [key[1] for key in core.requests] == [9]
     assert len(list(core.dispatch())) == 2, "the other one is served"
 
 
-def test_bounded_queues_reject_and_say_so() -> None:
-    core = engine(max_num_queued_reqs=2, max_num_queued_tokens=100)
+@pytest.mark.parametrize("grammar", [None, structured(1)])
+def test_bounded_queues_reject_and_say_so(grammar: StructuredOutputParams | None) -> None:
+    """Requests whose grammar is compiled count, too."""
+    core = engine(max_num_queued_reqs=2, max_num_queued_tokens=100, compiler=Compilation(50))
     for number in range(3):
-        core.add(0, generate([1], number=number))
+        core.add(0, generate([1], number=number, structured=grammar))
     assert [(f.number, f.reason) for f in finishes(core)] == [(2, FinishReason.REJECTED)]
     assert core.stats()["admission_rejections:max_num_queued_reqs"] == 1
-    core = engine(max_num_queued_tokens=10)
-    core.add(0, generate([1] * 8, number=0))
+    core = engine(max_num_queued_tokens=10, compiler=Compilation(50))
+    core.add(0, generate([1] * 8, number=0, structured=grammar))
     core.add(0, generate([1] * 3, number=1))
     core.add(0, generate([1] * 2, number=2))
     assert [(f.number, f.reason) for f in finishes(core)] == [(1, FinishReason.REJECTED)]

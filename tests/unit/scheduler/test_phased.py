@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from protocol.codec import pack
@@ -14,7 +13,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.membership.sizes import fit
 from services.scheduler.policies import PhasedPolicy, make_policy
-from tests.simulation.requests import finishes, generate, plans
+from tests.simulation.requests import generate, plans
 from tests.simulation.results import result_of
 
 SMALL = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, num_blocks=64, block_size=4)
@@ -52,40 +51,6 @@ def test_chunks_that_are_not_whole_blocks_are_refused() -> None:
         SchedulerConfig(batching_policy="phased", max_num_batched_tokens=100)
 
 
-# -- admission -------------------------------------------------------------------------------------------------------
-
-
-def test_the_worked_volume_holds_three_and_not_four() -> None:
-    """Requests reach tkv 426 under a limit of 1536. The fourth enters when one of the others has ended."""
-    limits = Limits(max_num_seqs=4, max_num_batched_tokens=448, max_model_len=448, num_blocks=64, block_size=64)
-    engine = core(limits, depth=1, max_volume=1536)
-    for number, max_tokens in enumerate((27, 27, 12, 27)):
-        add(engine, number, 400, max_tokens)
-    entered: dict[int, int] = {}
-    ended: dict[int, int] = {}
-    while engine.has_requests:
-        (plan,) = plans(engine)
-        for _ in plan.new:
-            entered[len(entered)] = plan.step_id
-        engine.on_result(result_of(plan))
-        ended |= {finish.number: plan.step_id for finish in finishes(engine)}
-    assert entered[2] < 10
-    assert entered[3] == ended[2] + 1
-    assert ended[3] == max(ended.values())
-
-
-def test_a_request_decodes_when_its_last_chunk_was_processed() -> None:
-    """Processed prefill: while that chunk is in flight, no step is formed, however deep the queue."""
-    engine = core(depth=3)
-    add(engine, 0, 12, 4)
-    chunks = plans(engine)
-    assert [np.frombuffer(plan.counts, np.int32).tolist() for plan in chunks] == [[4], [8]]
-    engine.on_result(result_of(chunks[0]))
-    assert plans(engine) == []
-    engine.on_result(result_of(chunks[1]))
-    assert [np.frombuffer(plan.starts, np.int32).tolist() for plan in plans(engine)] == [[12], [13], [14]]
-
-
 # -- reports of the runner -------------------------------------------------------------------------------------------
 
 
@@ -98,18 +63,6 @@ def prefilling() -> tuple[EngineCore, list[SchedulerOutput]]:
 
 def report(slot: int, frontier: int) -> dict[str, bytes]:
     return {"progress_slots": pack([slot]), "progress_frontiers": pack([frontier])}
-
-
-def test_tokens_of_a_generation_that_was_rolled_back_are_ignored() -> None:
-    """The runner computed the void row all the same: its token is ignored."""
-    engine, (first, second) = prefilling()
-    engine.on_result(result_of(first, **report(0, 5)))
-    (again,) = plans(engine)
-    assert np.frombuffer(again.generations, np.int32).tolist() == [2]
-    assert np.frombuffer(again.starts, np.int32).tolist() == [5]
-    engine.on_result(result_of(second))
-    assert engine.store.counters["generation_tokens"] == 0
-    assert int(engine.epoch.slots.computed[0]) == 8
 
 
 @pytest.mark.parametrize(

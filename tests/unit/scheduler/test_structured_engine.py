@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protocol.codec import pack, unpack
-from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
+from protocol.requests import FinishReason, RequestOutputs
 from protocol.rows import LogprobRows
 from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, SchedulerOutput
@@ -23,7 +23,7 @@ from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.service import Service
 from services.scheduler.structured_output import StructuredOutput
 from tests.simulation.grammar import Compilation
-from tests.simulation.requests import finishes, generate, plans
+from tests.simulation.requests import finishes, generate
 from tests.simulation.results import result_of
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32, num_blocks=24, block_size=4)
@@ -133,51 +133,7 @@ def test_abort_while_it_is_compiled() -> None:
     assert finishes(core) == []
 
 
-def test_requests_whose_grammar_is_compiled_count_in_the_limits_of_the_queue() -> None:
-    core = engine(max_num_queued_reqs=2)
-    for number in range(3):
-        core.add(0, generate(number=number, structured=COUNTING))
-    assert [(f.number, f.reason) for f in finishes(core)] == [(2, FinishReason.REJECTED)]
-    core = engine(max_num_queued_tokens=10)
-    core.add(0, generate([1] * 8, number=0, structured=COUNTING))
-    core.add(0, generate([1] * 3, number=1))
-    assert [(f.number, f.reason) for f in finishes(core)] == [(1, FinishReason.REJECTED)]
-
-
-# -- features that are not served --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("message", "says"),
-    [
-        (generate(structured=COUNTING), "without the model's tokenizer"),
-        (generate(pooling=Pooling.MEAN, max_tokens=1), "serves no embeddings"),
-        (generate(logit_bias=((VOCAB, 1.0),)), "between 0 and 49"),
-        (generate(bad_words=((1, VOCAB),)), "between 0 and 49"),
-        (generate(allowed_token_ids=pack([1, VOCAB])), "between 0 and 49"),
-        (generate(allowed_token_ids=pack([-1])), "between 0 and 49"),
-    ],
-)
-def test_a_request_that_needs_such_a_feature_ends_alone(message: GenerateRequest, says: str) -> None:
-    core = engine(compiler=None, hidden_size=0)
-    core.add(0, generate(number=9))
-    core.add(0, message)
-    (finish,) = finishes(core)
-    assert (finish.number, finish.reason) == (0, FinishReason.INVALID)
-    assert says in finish.message
-    assert [key[1] for key in core.requests] == [9]
-
-
 # -- steps -------------------------------------------------------------------------------------------------------
-
-
-def running(depth: int = 2) -> tuple[EngineCore, Counting, list[SchedulerOutput]]:
-    """Return an engine with a constrained request in slot 0, another one in slot 1, and a full queue."""
-    core, grammar = engine(depth), Counting()
-    core.add(0, generate(number=0, structured=COUNTING, max_tokens=9))
-    core.on_grammar(1, grammar)
-    core.add(0, generate(number=1, max_tokens=9))
-    return core, grammar, plans(core)
 
 
 def test_a_step_without_a_constrained_row_that_samples_needs_none() -> None:
@@ -192,20 +148,6 @@ def test_a_step_without_a_constrained_row_that_samples_needs_none() -> None:
     assert not plan.has_structured_output_requests
 
 
-def test_a_token_outside_the_grammar_ends_only_its_request() -> None:
-    core, _, plans = running()
-    core.on_result(result_of(plans[0], (40, 41)))
-    (message,) = outputs(core)
-    (finish,) = message.finished
-    assert (finish.number, finish.reason) == (0, FinishReason.ERROR)
-    assert "could not be kept within what was asked for" in finish.message
-    assert unpack(message.numbers, np.uint32).tolist() == [1]
-    mask, *_ = core.dispatch()
-    assert bits(mask) == {0: list(range(VOCAB))}, "its token will be ignored"
-    core.on_result(result_of(plans[1], (3, 42)))
-    assert unpack(outputs(core)[0].numbers, np.uint32).tolist() == [1]
-
-
 # -- embeddings and log-probabilities ----------------------------------------------------------------------------
 
 
@@ -216,16 +158,6 @@ def pooling_step() -> tuple[EngineCore, SchedulerOutput]:
     (plan,) = core.dispatch()
     assert plan.new[0].pooling is Pooling.LAST
     return core, plan
-
-
-def test_an_embedding_ends_its_request_and_no_token_comes_of_it() -> None:
-    core, plan = pooling_step()
-    vector = np.arange(HIDDEN, dtype=np.float32)
-    core.on_result(result_of(plan, (9, 10), embedding_slots=pack([0]), embeddings=vector.tobytes()))
-    (message,) = outputs(core)
-    assert [(e.number, e.values) for e in message.embeddings] == [(0, vector.tobytes())]
-    assert [(f.number, f.reason) for f in message.finished] == [(0, FinishReason.STOP)]
-    assert (unpack(message.numbers, np.uint32).tolist(), unpack(message.token_ids).tolist()) == ([1], [10])
 
 
 def test_a_missing_embedding_ends_only_its_request() -> None:
@@ -319,18 +251,6 @@ def test_each_frontend_gets_its_own() -> None:
     got = {frontend: message.logprobs for frontend, message in core.take_outputs()}
     owners = {frontend: unpack(rows.owners, np.uint32).tolist() for frontend, rows in got.items() if rows}
     assert owners == {3: [3, 3], 4: [4]}
-
-
-def test_log_probabilities_of_an_aborted_request_are_dropped() -> None:
-    core = engine(1)
-    core.add(0, generate(number=1, logprobs=0))
-    core.add(0, generate(number=2, logprobs=0))
-    (plan,) = core.dispatch()
-    core.abort(0, [1])
-    rows = LogprobRows.concatenate([LogprobRows.from_message(scored(slot)) for slot in (0, 1)])  # type: ignore[arg-type]
-    core.on_result(result_of(plan, (5, 5), logprobs=rows.to_message()))
-    (message,) = outputs(core)
-    assert unpack(message.logprobs.owners, np.uint32).tolist() == [2]
 
 
 @pytest.mark.parametrize(

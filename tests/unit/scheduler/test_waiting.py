@@ -2,21 +2,9 @@
 
 from random import Random
 
-import numpy as np
-
 from services.scheduler.core.request import Request
 from services.scheduler.core.waiting import WaitingQueue
 from tests.simulation.requests import request
-
-
-def test_a_late_token_grows_its_request_and_the_sum() -> None:
-    queue = WaitingQueue()
-    r = request([0, 0, 0], 1)
-    queue.add(r)
-    queue.set_tokens(r, np.array([0, 0, 0, 9], np.int32))
-    assert (r.token_ids.tolist(), queue.num_tokens) == ([0, 0, 0, 9], 4)
-    queue.remove(r)
-    assert (len(queue), queue.num_tokens, queue.head()) == (0, 0, None)
 
 
 def test_random_use_keeps_the_order_also_while_members_leave_during_a_walk() -> None:

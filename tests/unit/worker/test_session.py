@@ -5,7 +5,7 @@ import pytest
 from protocol.codec import ProtocolError
 from protocol.membership import Assignment, EndEpoch, InitializeCache, Ping, Shutdown
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault
-from services.worker.session import Phase, ResendResult, Session
+from services.worker.session import Phase, Session
 
 ASSIGNMENT = Assignment(3, 0, 1, 16, 8, 64)
 INIT = InitializeCache(10, 64)
@@ -32,14 +32,6 @@ def serving(init: InitializeCache) -> Session:
 @pytest.fixture
 def session() -> Session:
     return serving(INIT)
-
-
-def test_the_result_of_a_repeated_step_is_sent_again(session: Session) -> None:
-    session.on(plan(1))
-    session.on(plan(2))
-    assert session.on(plan(1)) == ResendResult(1)
-    assert session.on(plan(2)) == ResendResult(2)
-    assert session.last_step == 2
 
 
 def test_a_gap_is_a_fault_that_names_both_steps(session: Session) -> None:

@@ -235,18 +235,12 @@ def run_ahead_of_rejections() -> None:
         batch.launch(life, propose=3)
 
 
-def test_starts_that_are_not_corrected_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """True position: at depth two the plan starts behind rejected positions."""
+@pytest.mark.parametrize("times", [0, 2])
+def test_starts_that_are_not_corrected_once_are_noticed(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """True position, and settle once: at depth two the plan starts behind rejected positions."""
     run_ahead_of_rejections()
-    monkeypatch.setattr(Oracle, "starts", lambda self, slots, planned: planned)
-    with pytest.raises(OracleError):
-        run_ahead_of_rejections()
-
-
-def test_starts_that_are_corrected_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settle once."""
     right = Oracle.starts
-    monkeypatch.setattr(Oracle, "starts", lambda self, slots, planned: 2 * right(self, slots, planned) - planned)
+    monkeypatch.setattr(Oracle, "starts", lambda s, slots, plan: plan + times * (right(s, slots, plan) - plan))
     with pytest.raises(OracleError):
         run_ahead_of_rejections()
 

@@ -1,5 +1,6 @@
 """The index of what engines hold, beside a model that keeps everything."""
 
+import pickle
 from collections import defaultdict
 
 import pytest
@@ -75,7 +76,7 @@ def test_engines_that_are_cleared_again_and_again_take_no_memory() -> None:
         index.clear(number % 3)
     assert held(index, NAMES[:5]) == {}
     index.add(7, NAMES[:5])
-    assert max(value.bit_length() for value in index._holders.young.values()) < 100  # noqa: SLF001
+    assert len(pickle.dumps(index)) < 1000
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 4, 127, 128, 129, 255, 256, 257, 1000])
