@@ -97,6 +97,13 @@ def test_the_reference_serves_without_the_compiled_implementation() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_products_that_round_in_another_way_have_another_arithmetic() -> None:
+    """KV blocks that a processor with AMX has stored are not those of AVX-512. Float32 has the same bits everywhere."""
+    ways = {(c.implementation, c.activations, *({*c.needs} - {WIDE})): c for c in TABLE if c.device == "cpu"}
+    assert len({create(choice).network.arithmetic for choice in ways.values()}) == len(ways) == 5
+    assert make("compiled", BF16, F32).network.arithmetic == make("compiled", F32).network.arithmetic
+
+
 def test_compiled_kernels_inherit_only_plain_copies() -> None:
     """An operation that is forgotten would run in plain torch, slowly and with the same tokens."""
     compiled, plain = make("compiled"), make("reference")

@@ -52,11 +52,10 @@ class _Loaded(NamedTuple):
     def content_identity(self) -> str:
         """Everything that the content of the caches depends on beside tokens and weights."""
         a, model = self.assignment, self.model
-        network = f"{type(model.kernels.network).__module__} {model.kernels.network.activations}"
         sizes = self.max_model_len, self.bytes_per_block
         shape = model.cache_shape(a.block_size, self.groups)
         layout = "" if self.groups.is_plain else f" {self.groups}"
-        return f"native {network} {shape} {a.shard} {a.speculation} {sizes}{layout}"
+        return f"native {model.kernels.network.arithmetic} {shape} {a.shard} {a.speculation} {sizes}{layout}"
 
 
 class NativeRunner:

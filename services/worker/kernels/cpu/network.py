@@ -46,6 +46,10 @@ class CpuNetwork(NetworkKernels):
         self.routing = CpuRouting()
         self._copies = {torch.float32: copy_kernel(half=False), torch.bfloat16: copy_kernel(half=True)}
 
+    @property
+    def arithmetic(self) -> str:
+        return f"{super().arithmetic} {self._own}"
+
     def pack(self, weight: Weight, is_table: bool = False) -> Packed:
         if isinstance(weight, QuantizedWeight):
             return tuple(coded_panels(kind, parts) for kind, parts in weight.by_type())

@@ -31,6 +31,11 @@ class NetworkKernels:
         self.activations = activations
         self.routing = RoutingKernels()
 
+    @property
+    def arithmetic(self) -> str:
+        """Kernels with equal texts compute the same bits from the same weights."""
+        return f"{type(self).__module__} {self.activations}"
+
     def pack(self, weight: Weight, is_table: bool = False) -> Packed:
         """Bring a weight into the layout of `linear` and `embedding`, or of `embedding` alone if it `is_table`. Kernels
         without a layout of their own return the weight."""
