@@ -8,12 +8,12 @@ invariance, docs/invariants.md).
 from numba import carray, njit
 
 from services.worker.kernels.cpu.compiled import bf16, raw, simd
-from services.worker.kernels.cpu.compiled.block_formats import PANEL
+from services.worker.kernels.cpu.compiled.block_formats import PANEL, PANELS
 from services.worker.kernels.cpu.compiled.product import PRODUCT
 from services.worker.kernels.cpu.compiled.quantized import GROUP
 from services.worker.kernels.cpu.thread_team import Kernel, items
 
-BLOCK = bf16.PANELS * PANEL
+BLOCK = PANELS * PANEL
 """Outputs of one item."""
 CHUNK = 32 * bf16.ROWS
 """Maximum number of rows of one item."""
@@ -57,7 +57,7 @@ def pair_product_kernel(inputs: int) -> Kernel:
             if odd:
                 bf16.copy_padded(x, end - start, a.inputs, copied, 2 * pairs)
                 x = copied
-            weights, row = a.weight + block * bf16.PANELS * step, start
+            weights, row = a.weight + block * PANELS * step, start
             while row < end:
                 rows = min(bf16.ROWS, end - row)
                 bf16.dot_products(rows, x, stride, weights, step, pairs, sums)
