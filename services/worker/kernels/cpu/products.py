@@ -61,13 +61,14 @@ def _kernel_of(panels: PackedRows, own: str | None, wide: bool) -> tuple[Kernel,
         kernel = product.product_kernel(wide, panels.memory.dtype == torch.bfloat16, inputs)
         return kernel, product.BLOCK, product.WIDE_CHUNK if wide else product.CHUNK, ()
     if own == TILES:
-        kernel = tile_product.tile_product_kernel(panels.layout != PAIRED, inputs)
-        decoder = tile_product.decoder(KINDS.index(panels.layout)) if panels.layout in KINDS else 0
-        return kernel, tile_product.BLOCK, tile_product.CHUNK, (format_address(panels), decoder)
+        coded = panels.layout != PAIRED
+        decoder = tile_product.decoder(KINDS.index(panels.layout)) if coded else (0, 0)
+        kernel, block = tile_product.tile_product_kernel(coded, inputs), tile_product.block_of(coded)
+        return kernel, block, tile_product.CHUNK, (format_address(panels), *decoder)
     if panels.layout == PAIRED:
         return pair_product.pair_product_kernel(inputs), pair_product.BLOCK, pair_product.CHUNK, ()
-    coded = format_address(panels), int(own is not None)
-    return coded_product.coded_product_kernel(inputs), coded_product.BLOCK, coded_product.CHUNK, coded
+    more = format_address(panels), int(own is not None)
+    return coded_product.coded_product_kernel(inputs), coded_product.BLOCK, coded_product.CHUNK, more
 
 
 class StackedProduct(Linear):

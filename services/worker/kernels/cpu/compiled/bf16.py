@@ -132,13 +132,18 @@ def _byte(builder: Any, words: Any, number: int) -> Any:
 
 
 @njit(inline="always")
-def decode_steps(panel, first, steps, target, KIND, BLOCK_STEPS, BYTES, UNIT):  # type: ignore[no-untyped-def]
-    """Write `steps` steps of a panel of quantised weights, from `first` on, to bfloat16[steps, 16, 16, 2]: pairs of
-    inputs of sixteen outputs. The last four are the format's."""
+def decode_steps(codes, first, steps, target, apart, KIND, BLOCK_STEPS, BYTES, UNIT):  # type: ignore[no-untyped-def]
+    """Write `steps` steps of four panels of quantised weights, from `first` on, in the order of the memory.
+
+    Args:
+        target: bfloat16[steps, 16, 16, 2], pairs of inputs of sixteen outputs; the other panels' are `apart` bytes on
+        KIND, BLOCK_STEPS, BYTES, UNIT: the format's
+    """
     for number in range(0, steps, UNIT):
-        step = first + number
-        block = panel + step // BLOCK_STEPS * (PANELS * BYTES)
-        _round_unit(KIND, block, step % BLOCK_STEPS // UNIT, target + number * STEP_BYTES)
+        step, to = first + number, target + number * STEP_BYTES
+        block, unit = codes + step // BLOCK_STEPS * (PANELS * BYTES), step % BLOCK_STEPS // UNIT
+        for panel in range(PANELS):
+            _round_unit(KIND, block + panel * BYTES, unit, to + panel * apart)
 
 
 def _at(builder: Any, base: Any, distance: Any, number: int, offset: Any) -> Any:

@@ -1,8 +1,8 @@
 """y = W x + b with AMX, from weights in bfloat16 or quantised ones. Activations are bfloat16, sums float32. The number
 of panels is even.
 
-A span of two panels is multiplied with all rows of an item while it is in the innermost cache, to which quantised
-weights are decoded. Each sum runs over the inputs in order, 32 at a time, so a row has the same bits in a batch of any
+A span of an item's panels is multiplied with all rows while it is in the innermost cache, to which quantised weights
+are decoded. Each sum runs over the inputs in order, 32 at a time, so a row has the same bits in a batch of any
 size (batch invariance, docs/invariants.md).
 """
 
@@ -18,26 +18,27 @@ from services.worker.kernels.cpu.compiled.product import FIELDS
 from services.worker.kernels.cpu.compiled.quantized import GROUP
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, compiled, items
 
-BLOCK = 2 * PANEL
-"""Outputs of one item: two panels."""
-CHUNK = 512
+WIDTH = 2 * PANEL
+"""Outputs of two panels, which are multiplied together."""
+CHUNK = 1024
 """Maximum number of rows of one item. A panel is decoded once per item."""
 WORTH = 1 << 17
 """Smallest number of multiplications for which another thread is used."""
-DECODED = 2 * SPAN * bf16.STEP_BYTES
+DECODED = PANELS * SPAN * bf16.STEP_BYTES
 """Bytes for decoded weights."""
 TILED = arguments(
     *FIELDS,
     ("format", np.int64),  # int64[NUMBERS], as `coded_product.format_table` returns it; 0: weights are bfloat16
     ("decoder", np.int64),  # address, as `decoder` returns it
+    ("ahead", np.int64),  # steps that are decoded together if there are few rows: 2 or 4
 )
 SPAN_TASK = np.dtype(
     [
-        ("codes", np.int64),  # address of the first of two panels
+        ("codes", np.int64),  # address of the first of four panels
         ("first", np.int64),  # step of a span
         ("steps", np.int64),  # of the span
         ("out", np.int64),  # address of the decoded first panel: bfloat16[steps, 16, 16, 2]
-        ("apart", np.int64),  # bytes from it to that of the second panel
+        ("apart", np.int64),  # bytes from it to that of the next panel
     ]
 )
 """A decoder's arguments."""
@@ -45,18 +46,17 @@ TASK_BYTES = 64
 
 
 @cache
-def decoder(kind: int) -> int:
-    """Compile the decoder of a format. Return the address of a C function with the address of a `SPAN_TASK`."""
+def decoder(kind: int) -> tuple[int, int]:
+    """Compile the decoder of a format. Return the address of a C function with the address of a `SPAN_TASK`, and the
+    steps that it decodes ahead: few, for the innermost cache."""
     own = FORMATS[KINDS[kind]]
     KIND, STEPS, SIZE, UNIT = kind, own.steps, own.bytes, own.unit
 
     def decode(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, SPAN_TASK)[0]
-        for panel in range(2):
-            codes, out = a.codes + panel * SIZE, a.out + panel * a.apart
-            bf16.decode_steps(codes, a.first, a.steps, out, KIND, STEPS, SIZE, UNIT)
+        bf16.decode_steps(a.codes, a.first, a.steps, a.out, a.apart, KIND, STEPS, SIZE, UNIT)
 
-    return int(compiled(decode).address)
+    return int(compiled(decode).address), max(2, UNIT)
 
 
 @njit(inline="always")
@@ -108,10 +108,15 @@ def _write(a, sums, spare, row, rows, first):  # type: ignore[no-untyped-def]
         out += a.stride * 2
 
 
+def block_of(coded: bool) -> int:
+    """Return the outputs of one item: two panels, and four of quantised weights, which lie together."""
+    return (2 if coded else 1) * WIDTH
+
+
 def tile_product_kernel(coded: bool, inputs: int) -> Kernel:
-    """One item is two panels of up to `CHUNK` rows; its work is the number of rows. `coded`: weights are quantised, and
-    not bfloat16."""
-    IS_CODED = int(coded)
+    """One item has up to `CHUNK` rows; its work is the number of rows. `coded`: weights are quantised, and not
+    bfloat16."""
+    IS_CODED, BLOCK = int(coded), block_of(coded)
 
     def tile_product(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, TILED)[0]
@@ -123,10 +128,11 @@ def tile_product_kernel(coded: bool, inputs: int) -> Kernel:
         few = most <= 2 * rows
         span, ahead = SPAN, 0
         if few and IS_CODED:
-            span = ahead = SPAN // 2
+            span = ahead = a.ahead
         elif few:
             span = groups
-        sums_size = ((most + rows - 1) // rows) * 2 * amx.TILE_BYTES + 64
+        part_bytes = (most + rows - 1) // rows * 2 * amx.TILE_BYTES
+        sums_size = BLOCK // WIDTH * part_bytes + 64
         buffer = raw.allocate(64 + TASK_BYTES + DECODED * IS_CODED + sums_size + most * stride * (not whole))
         place = (buffer + 63) // 64 * 64
         decoded = place + TASK_BYTES
@@ -148,39 +154,41 @@ def tile_product_kernel(coded: bool, inputs: int) -> Kernel:
                 x = copied
             if IS_CODED:
                 own = raw.i64_at(a.format, NUMBERS)
-                distance = block * 2 // PANELS * (groups // own[1]) * PANELS + block * 2 % PANELS
-                task.codes = a.weight + distance * own[2]
+                task.codes = a.weight + block * (groups // own[1]) * PANELS * own[2]
             for first in range(-ahead, groups, span):
-                steps = min(span, groups - first)
                 weights, apart = a.weight + block * 2 * size + first * amx.TILE_BYTES, size
                 if IS_CODED:
                     following = first + ahead
                     if following < groups:
                         task.first, task.steps = following, min(span, groups - following)
-                        task.out = decoded + following // (SPAN // 2) % 2 * (DECODED // 2) * few
+                        task.out = decoded + following // span % 2 * (DECODED // 2) * few
                         raw.call(a.decoder, place)
                     if first < 0:
                         continue
-                    weights, apart = decoded + first // (SPAN // 2) % 2 * (DECODED // 2) * few, task.apart
-                row, to = start, sums
-                while row < end:
-                    last = end - row <= rows
-                    x0 = x + (min(row, end - rows) - start) * stride + first * 64
-                    x1 = x + (min(row + rows, end - rows) - start) * stride + first * 64
-                    if first == 0:
-                        if last:
-                            _add_products(x0, x1, stride, weights, apart, steps, to, True, False)
+                    weights, apart = decoded + first // span % 2 * (DECODED // 2) * few, task.apart
+                steps = min(span, groups - first)
+                for part in range(BLOCK // WIDTH):
+                    at, to, row = weights + part * 2 * apart, sums + part * part_bytes, start
+                    while row < end:
+                        last = end - row <= rows
+                        x0 = x + (min(row, end - rows) - start) * stride + first * 64
+                        x1 = x + (min(row + rows, end - rows) - start) * stride + first * 64
+                        if first == 0:
+                            if last:
+                                _add_products(x0, x1, stride, at, apart, steps, to, True, False)
+                            else:
+                                _add_products(x0, x1, stride, at, apart, steps, to, True, True)
+                        elif last:
+                            _add_products(x0, x1, stride, at, apart, steps, to, False, False)
                         else:
-                            _add_products(x0, x1, stride, weights, apart, steps, to, True, True)
-                    elif last:
-                        _add_products(x0, x1, stride, weights, apart, steps, to, False, False)
-                    else:
-                        _add_products(x0, x1, stride, weights, apart, steps, to, False, True)
-                    row += 2 * rows
-                    to += 4 * amx.TILE_BYTES
-            for number in range((end - start + rows - 1) // rows):
-                row = min(start + number * rows, end - rows)
-                _write(a, sums + number * 2 * amx.TILE_BYTES, sums + sums_size - 64, row, rows, block * BLOCK)
+                            _add_products(x0, x1, stride, at, apart, steps, to, False, True)
+                        row += 2 * rows
+                        to += 4 * amx.TILE_BYTES
+            for part in range(BLOCK // WIDTH):
+                for number in range((end - start + rows - 1) // rows):
+                    row = min(start + number * rows, end - rows)
+                    tiles = sums + part * part_bytes + number * 2 * amx.TILE_BYTES
+                    _write(a, tiles, sums + sums_size - 64, row, rows, block * BLOCK + part * WIDTH)
         if configured:
             amx.release()
         raw.release(buffer)
