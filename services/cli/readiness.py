@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from services.cli.healthcheck import bearer, client_tls, get
 from services.config import HttpConfig
 
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1", "": "127.0.0.1"}  # noqa: S104
 ANSWER_TIMEOUT = 2.0
 """Seconds."""
 

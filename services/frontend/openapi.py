@@ -31,6 +31,7 @@ _ERRORS = {
     409: "the engines cannot be changed like this now",
     408: "the body did not arrive in time",
     413: "the body is too large",
+    415: "the body is compressed",
     429: "overloaded; try again later",
     431: "too many headers",
     500: "an internal error",

@@ -71,7 +71,7 @@ RAW = {
     "overlong UTF-8": b'{"prompt": "\xc0\xaf"}',
     "UTF-8 of a surrogate": b'{"prompt": "\xed\xa0\x80"}',
     "UTF-16": '{"prompt": "x"}'.encode("utf-16"),
-    "byte order mark": b'\xef\xbb\xbf{"prompt": "x"}',
+    "two byte order marks": b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "x"}',
     "lone high surrogate": b'{"prompt": "\\ud800"}',
     "lone low surrogate": b'{"prompt": "x", "stop": "\\udfff"}',
     "surrogate in a name": b'{"prompt": "x", "\\ud800": 1}',

@@ -69,11 +69,16 @@ class Batch:
             pending.popleft()
 
     def _lines(self) -> Iterator[BatchRequest | BatchRefusal]:
+        """Raises: OSError, naming the file"""
         used: dict[str, int] = {}
-        with self._source.open("rb") as file:
-            for number, text in enumerate(file, 1):
-                if text.strip():
-                    yield parse(text, used, number)
+        try:
+            with self._source.open("rb") as file:
+                for number, text in enumerate(file, 1):
+                    if text.strip():
+                        yield parse(text, used, number)
+        except OSError as error:
+            error.filename = str(self._source)
+            raise
 
     def _write(self, output: TextIO, line: str, is_error: bool) -> None:
         output.write(line)

@@ -30,7 +30,8 @@ def listen(config: HttpConfig) -> Iterator[socket.socket]:
 
 def _tcp(config: HttpConfig) -> socket.socket:
     host, port = config.host, config.port
-    family, both = socket.AF_INET6 if ":" in host else socket.AF_INET, host == "::"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()  # without IPv6, the error is that of the socket
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:

@@ -17,7 +17,7 @@ from services.frontend.engine.replan import ReplanStatus
 from services.frontend.errors import APIError
 from services.frontend.openai.parameters.body import read_object
 from services.frontend.openai.schemas.open_object import OpenObject
-from services.frontend.openapi import GUARDED, errors, operation_id, read_by_handler
+from services.frontend.openapi import GUARDED, WITH_BODY, errors, operation_id, read_by_handler
 
 router = APIRouter(responses=errors(400, *GUARDED, 503), generate_unique_id_function=operation_id)
 
@@ -97,6 +97,7 @@ class DrainResponse(TypedDict):
     "/v1/load_lora_adapter",
     summary="Serves a LoRA adapter",
     response_class=PlainTextResponse,
+    responses=errors(*WITH_BODY),
     openapi_extra=read_by_handler(LoadAdapterRequest),
 )
 async def load_lora_adapter(http: HTTPRequest, context: Context) -> str:
@@ -113,7 +114,7 @@ async def load_lora_adapter(http: HTTPRequest, context: Context) -> str:
     "/v1/unload_lora_adapter",
     summary="Serves a LoRA adapter no longer",
     response_class=PlainTextResponse,
-    responses=errors(404),
+    responses=errors(*WITH_BODY),
     openapi_extra=read_by_handler(AdapterRequest),
 )
 async def unload_lora_adapter(http: HTTPRequest, context: Context) -> str:
@@ -185,7 +186,7 @@ async def streams(context: Context, limit: Annotated[int, Query(ge=0, le=10000)]
     "/engines/replan",
     summary="Replaces the engines by one with other settings",
     operation_id="post_engines_replan",
-    responses=errors(409),
+    responses=errors(*WITH_BODY),
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _SETTINGS}}}},
 )
 async def replan(

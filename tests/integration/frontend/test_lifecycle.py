@@ -1,5 +1,6 @@
 """The frontend while its engine loads, fails, disconnects and returns, and while it is stopped."""
 
+import errno
 import json
 import socket
 from pathlib import Path
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from protocol.codec import unpack
 from protocol.requests import EnginePhase, EngineState, GenerateRequest, RequestOutputs
+from services.cli.readiness import FrontendProbe
 from services.config import HttpConfig
 from services.frontend.http.listener import listen
 from services.process import EXIT_HUNG
@@ -242,6 +244,22 @@ def test_taken_port_is_one_line() -> None:
 def test_all_addresses_of_ipv6_include_those_of_ipv4() -> None:
     with listen(HttpConfig(host="::", port=0)) as listener:
         socket.create_connection(("127.0.0.1", listener.getsockname()[1]), PATIENCE).close()
+    assert FrontendProbe(HttpConfig(host="::")).url == "http://127.0.0.1:8000"
+
+
+def test_address_of_ipv6_without_ipv6_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutIPv6(socket.socket):
+        def __init__(self, family: int, *others: int) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "not supported")
+            super().__init__(family, *others)
+
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
+    with (
+        pytest.raises(OSError, match="cannot listen on :: port 0: not supported"),
+        listen(HttpConfig(host="::", port=0)),
+    ):
+        pass
 
 
 def test_evil_template_is_refused_at_start(tmp_path: Path) -> None:

@@ -227,6 +227,8 @@ BAD: list[dict[str, Any]] = [
     {"input": [{"type": "item_reference", "id": "x"}]},
     {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
     {"input": [{"type": "message", "role": "tool", "content": "x"}]},
+    {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+    {"guided_json": {}},
     {"tools": [{"type": "web_search"}]},
     {"tools": [TOOL, {"type": "mcp", "server_label": "x"}]},
     {"tool_choice": "required"},

@@ -129,12 +129,22 @@ def test_a_lost_server_stops_the_batch_with_the_answers_so_far(
     assert [answer["custom_id"] for answer in answers] == ["a"]
 
 
-def test_full_disk_is_named_with_the_file(capsys: Capture, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "target", "error"),
+    [
+        ("in.jsonl", "/dev/full", "/dev/full: No space left on device"),
+        ("/proc/self/mem", "out.jsonl", "/proc/self/mem: Input/output error"),
+    ],
+    ids=["full disk", "unreadable"],
+)
+def test_file_that_fails_is_named(capsys: Capture, tmp_path: Path, source: str, target: str, error: str) -> None:
     (tmp_path / "in.jsonl").write_text(line("a"))
     with serving() as url:
-        done = run_command(capsys, "run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", "/dev/full", "--url", url)
-    assert (done.status, done.stderr) == (2, "runahead: /dev/full: No space left on device\n")
-    assert done.stdout.startswith("0 lines written to /dev/full")
+        done = run_command(
+            capsys, "run-batch", "-i", str(tmp_path / source), "-o", str(tmp_path / target), "--url", url
+        )
+    assert (done.status, done.stderr) == (2, f"runahead: {error}\n")
+    assert done.stdout.startswith(f"0 lines written to {tmp_path / target}")
 
 
 @pytest.mark.parametrize(

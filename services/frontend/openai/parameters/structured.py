@@ -25,10 +25,11 @@ def constraint_field(body: BaseGenerationRequest) -> str | None:
 def structured_params(body: BaseGenerationRequest) -> StructuredOutputParams | None:
     """Raises: APIError, for fields that contradict one another. The scheduler compiles the grammar later."""
     name = constraint_field(body)
-    found = _from_format(body.response_format) if body.response_format is not None else None
+    format = body.response_format
+    found = _from_format(format) if format is not None else None
     if body.structured_outputs is not None:
-        if found is not None:
-            raise invalid("response_format and structured_outputs are both given; leave one out", name)
+        if format is not None and found is not None:
+            raise invalid(f"{format.origin} and structured_outputs are both given; leave one out", name)
         found = _from_outputs(body.structured_outputs)
     if found is None:
         return None
