@@ -13,7 +13,8 @@ from services.worker.kernels.selection import choose, create, processor_features
 from tests.integration.native.gguf_models import random_blocks
 from tests.unit.native.implementations import BF16, F32, make
 
-ROWS = [1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 150]
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of kernels
+ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 150]
 SHAPES = [(96, 64), (1, 32), (211, 96), (130, 576)]
 CASES = [*((kind, F32) for kind in FORMATS), ("Q4_1", BF16), ("Q6_K", BF16)]
 each_case = pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
@@ -111,7 +112,7 @@ def test_plain_bfloat16_weights_give_a_row_the_same_bits_in_any_batch(dtype: tor
         torch.testing.assert_close(whole.float(), x.float() @ weight.float().T + bias, **close)
         for rows in [*ROWS, 1025]:
             out = torch.empty(rows, outputs, dtype=x.dtype)
-            assert torch.equal(ours(x[-rows:].clone(), out), whole[-rows:])
+            assert torch.equal(ours(x[:rows].clone(), out), whole[:rows])
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -121,7 +121,7 @@ def tile_product_kernel(coded: bool, inputs: int) -> Kernel:
     def tile_product(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, TILED)[0]
         blocks, groups = (a.outputs + BLOCK - 1) // BLOCK, (a.inputs + GROUP - 1) // GROUP
-        whole, rows = a.inputs % GROUP == 0, min(a.rows, amx.ROWS)
+        whole, rows = a.inputs % GROUP == 0, max(1, min(a.rows, amx.ROWS))
         stride, size = groups * GROUP * 2, groups * amx.TILE_BYTES
         most = min(a.rows, CHUNK)
         # With few rows, weights are decoded beside the products of those before, into the other half of the memory
