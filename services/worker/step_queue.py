@@ -6,13 +6,13 @@ behind it, in order.
 """
 
 import math
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from protocol.codec import unpack
 from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
+from services.worker.backends.clock import MONOTONIC, Clock
 from services.worker.backends.mask_inbox import KEPT_STEPS, Forward, MaskInbox, joined
 from services.worker.session import ResendResult, StepAction
 
@@ -34,8 +34,9 @@ class QueuedAction(NamedTuple):
 class StepQueue:
     """The actions of one epoch, without I/O."""
 
-    def __init__(self) -> None:
-        self._masks = MaskInbox(KEPT_STEPS)  # the thread that reads masks waits for no step
+    def __init__(self, clock: Clock = MONOTONIC) -> None:
+        self._clock = clock
+        self._masks = MaskInbox(KEPT_STEPS, clock)  # the thread that reads masks waits for no step
         self._behind: deque[QueuedAction] = deque()
         self._executed: QueuedAction | None = None
         """The step that waits for its masks."""
@@ -47,7 +48,7 @@ class StepQueue:
     @property
     def seconds_left(self) -> float:
         """Seconds until `next` is to be called although no message arrives; inf: there is no such time."""
-        return math.inf if self._executed is None else max(0.0, self._limit - time.monotonic())
+        return math.inf if self._executed is None else max(0.0, self._limit - self._clock.monotonic())
 
     @property
     def waits(self) -> bool:
@@ -74,13 +75,13 @@ class StepQueue:
         queued = self._behind.popleft()
         if isinstance(queued.action, SchedulerOutput) and queued.action.has_structured_output_requests:
             self._executed, self._forward, self._limit = queued, None, math.inf
-            self._began = time.monotonic()
+            self._began = self._clock.monotonic()
         return queued
 
     def _sampling(self, executed: QueuedAction) -> QueuedAction | None:
         step = executed.action
         assert isinstance(step, SchedulerOutput)
-        self._forward = self._forward or Forward(self._began, time.monotonic())
+        self._forward = self._forward or Forward(self._began, self._clock.monotonic())
         taken = self._masks.poll(step.step_id, unpack(step.masked), self._forward)
         if isinstance(taken, float):
             self._limit = taken

@@ -6,7 +6,7 @@ import pytest
 from services.worker.backends.sim.model.logits import Logits
 
 
-@pytest.mark.parametrize("vocab", [500, 512])
+@pytest.mark.parametrize("vocab", [1, 31, 33, 512])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
 def test_the_greatest_allowed_token_is_that_of_whole_rows(share: float, vocab: int) -> None:
     logits, rng = Logits(vocab, (2,)), np.random.default_rng(1)
