@@ -34,7 +34,7 @@ class Logits:
         self.vocab_size = vocab_size
         self._eos = np.array([token for token in eos_token_ids if token < vocab_size], np.int64)
         self._tokens = np.arange(vocab_size)
-        places = np.arange(max(32, 1 << (vocab_size - 1).bit_length()))
+        places = np.arange(1 << (vocab_size - 1).bit_length())
         self._at_place = np.log(vocab_size / (places + 1)).astype(np.float32)
         self._of_top = self._at_place[0] + np.float32(1.5)
 
