@@ -138,7 +138,7 @@ class KeptPin(msgspec.Struct, array_like=True, frozen=True):
 
 class KeepPins(msgspec.Struct, array_like=True, frozen=True, tag="pins"):
     """All pins of the scheduler, which each rank keeps for the next one (`Loaded.pins`). Sent when they have changed,
-    and when an epoch has begun."""
+    and, if there has been any, when an epoch has begun."""
 
     epoch: EpochId
     block_size: Count

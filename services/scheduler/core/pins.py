@@ -45,6 +45,8 @@ class Pins:
         self._pins: dict[str, Pin] = {}
         """In the order of their begin."""
         self._is_sent = True
+        self._is_used = False
+        """True: there has been a pin, which workers may keep."""
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
@@ -67,7 +69,7 @@ class Pins:
                 f"{limits.longest} tokens must fit beside them; unpin some, pin a shorter prefix, lower "
                 "--max-model-len, or give the KV cache more memory"
             )
-        self._pins[pin.id], self._is_sent = pin, False
+        self._pins[pin.id], self._is_sent, self._is_used = pin, False, True
         self.hold(kv)
 
     def remove(self, pin_id: str, kv: "KVCacheManager") -> Pin:
@@ -102,8 +104,8 @@ class Pins:
 
     def fit(self, limits: Limits) -> None:
         """Remove the latest pins that another epoch's cache has no room for. They hold no blocks, and new workers do
-        not have them, but may have the last one that was removed."""
-        self._is_sent &= not self._pins
+        not have them, but may have any that was removed."""
+        self._is_sent &= not self._is_used
         while self._pins and self._num_blocks(limits) > limits.most_pinned:
             self._pins.popitem()
 
