@@ -1,4 +1,5 @@
-"""AVX-512's bfloat16 instructions for numba kernels: rounding, products of pairs, and rows of inputs and outputs.
+"""AVX-512's bfloat16 instructions for numba kernels: rounding, products of pairs, quantised weights decoded to
+pairs, and rows of inputs and outputs.
 
 `vdpbf16ps` adds the products of two inputs to sixteen sums in one fixed order, so a row's sums do not depend on the
 rows beside it.

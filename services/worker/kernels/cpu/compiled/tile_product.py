@@ -2,8 +2,8 @@
 of panels is even.
 
 A span of an item's panels is multiplied with all rows while it is in the innermost cache, to which quantised weights
-are decoded. Each sum runs over the inputs in order, 32 at a time, so a row has the same bits in a batch of any
-size (batch invariance, docs/invariants.md).
+are decoded. Each sum runs over the inputs in order, 32 at a time, so a row has the same bits in a batch of any size
+(batch invariance, docs/invariants.md).
 """
 
 from functools import cache
