@@ -238,7 +238,7 @@ def test_constraints_on_the_output_reach_the_engine(
         ({"stream_options": {"include_usage": True}}, "stream_options"), ({"suffix": "x"}, "suffix"),
         ({"guided_json": SCHEMA}, "guided_json"), ({"length_penalty": 2}, "length_penalty"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"), ({"skip_special_tokens": "no"}, "skip_special_tokens"),
-        ({"cache_salt": 5}, "cache_salt"), ({"priority": 0.5}, "priority"),
+        ({"cache_salt": 5}, "cache_salt"), ({"priority": 0.5}, "priority"), ({"priority": -1}, "priority"),
     ],
 )  # fmt: skip
 def test_invalid_constraints_are_refused_by_name(

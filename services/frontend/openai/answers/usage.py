@@ -18,8 +18,7 @@ class UsageCounter:
     answers: list[TextAssembler] = field(default_factory=list)
     prompt_lengths: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
-    """Tokens of each prompt that the prefix cache held. The number is unknown if a stop string ended the answer before
-    the engine ended the request."""
+    """Tokens of each prompt that the prefix cache held."""
 
     @property
     def num_cached(self) -> int | None:
