@@ -113,7 +113,7 @@ class SimulatedStream:
     hit: int = 0
     """Tokens found in the prefix cache by the first step."""
     cached: list[int] = field(default_factory=list)
-    """Those of the prompt, as reported with the first token."""
+    """Reports of the cached tokens of its prompt: one, with the first token."""
     request: Request | None = None
     voids: int = 0
     """Epochs that ended while it was running."""
