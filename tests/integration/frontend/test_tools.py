@@ -315,6 +315,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs", "this form of content"),
     ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice", "grammars"),
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "ignore_eos"),
+    ({"tools": [taking({"type": "string"})], "tool_choice": "required"}, "tools", "must have that type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
     ({"tools": [CLOCK] * 129}, "tools", "128"),
     ({"tools": [CLOCK, CLOCK]}, "tools", "two tools are named 'now'"),

@@ -13,7 +13,7 @@ from services.frontend.metrics import Metrics
 from services.frontend.openai.answers.chunk import ChoiceWriter, Chunk
 from services.frontend.openai.answers.logprobs import LogprobFormatter, LogprobQueue
 from services.frontend.openai.answers.usage import UsageCounter
-from services.frontend.openai.parameters.structured import constraint_field
+from services.frontend.openai.parameters.structured import grammar_field
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 from services.frontend.openai.schemas.responses import FinishName
@@ -174,7 +174,7 @@ class Choice(RequestStream):
 
     def _on_end(self, end: Finish, now: float) -> str:
         """Return the text that was held back. Raises: APIError"""
-        if (error := failure(end, constraint_field(self._context.body))) is not None:
+        if (error := failure(end, grammar_field(self._context.body))) is not None:
             raise error
         if not self._generates:
             self._on_finish("length", None, now, end)
