@@ -5,8 +5,8 @@ import os
 import time
 from typing import Any
 
-from services.cli.ask import ServerAddress, about_server, ask_object
-from services.cli.settings import file_to_write
+from services.cli.ask import NoAnswer, ServerAddress, about_server, ask_object
+from services.cli.settings import ConfigurationError, file_to_write
 from services.cli.trace.events import TraceWriter
 from services.config.commands import TraceConfig
 
@@ -17,11 +17,11 @@ POLL_SECONDS = 0.5
 
 @about_server
 def trace(server: ServerAddress, config: TraceConfig) -> int:
-    """Write the file and print what it has. Return the exit status: 0 if it was written, else 1.
-
-    Raises: ConfigurationError
-    """
-    file = file_to_write("output", os.path.expanduser(config.output))
+    """Write the file and print what it has. Return the exit status: 0 if it was written, else 1."""
+    try:
+        file = file_to_write("output", os.path.expanduser(config.output))
+    except ConfigurationError as error:
+        raise NoAnswer(str(error)) from None
     writer = TraceWriter(collect(server, config.seconds))
     file.write_text(json.dumps(writer.document()))
     hint = "open it in Perfetto" if writer.num_steps else "no request was served in this time"

@@ -119,7 +119,6 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "--max-num-seqs"), "requires an argument"),
     (("serve", "a-model", "--model", "another"), "'a-model' contradicts --model 'another'"),
     (("scheduler", "--config", "/no/such/file"), "cannot read the configuration file /no/such/file"),
-    (("trace", "--output", "{folder}", "--seconds", "60"), "--output: {folder} is no path of a file in an existing"),
     (("bench", "--random-id-low", "9", "--random-id-high", "9"), "--random-id-high 9 must be above"),
     (("run-batch", DEMO, "-i", "~no-user/in.jsonl", "-o", "out"), "there is no file ~no-user/in.jsonl"),
     (("run-batch",), "run-batch needs --input-file FILE"),
