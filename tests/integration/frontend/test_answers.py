@@ -159,8 +159,9 @@ def test_numbers_of_a_request_are_in_the_histograms(frontend: Frontend, schedule
 def test_choice_that_a_stop_string_ends_counts_without_the_engine(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler.script(lambda request: [tokens(request.number, ids_of("one STOP two"))])
-    names = ("request_generation_tokens_count", "request_queue_time_seconds_count")
+    said = ids_of("one STOP two")
+    scheduler.script(lambda request: [replace(tokens(request.number, said), cached={request.number: 1})])
+    names = ("request_generation_tokens_count", "request_queue_time_seconds_count", "prompt_tokens_cached_total")
     before = [frontend.metric(name) for name in names]
     frontend.post("/v1/completions", {"prompt": "x", "stop": "STOP"})
-    assert [frontend.metric(name) for name in names] == [before[0] + 1, before[1]]
+    assert [frontend.metric(name) for name in names] == [before[0] + 1, before[1], before[2] + 1]
