@@ -218,6 +218,9 @@ class RequestOutputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"
     embeddings: Annotated[list[Embedding], msgspec.Meta(max_length=MAX_ITEMS)] = []
     incarnation: Incarnation = 0
     """The scheduler that sends it; 0: unknown."""
+    cached: Annotated[dict[Number, Count], msgspec.Meta(max_length=MAX_ITEMS)] = {}
+    """`Finish.num_cached_tokens` of the requests whose first token this is: if a stop string ends one, no `Finish`
+    follows."""
 
 
 class EnginePhase(enum.IntEnum):

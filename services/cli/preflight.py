@@ -16,8 +16,8 @@ from urllib.request import getproxies, proxy_bypass
 from protocol.fields import MAX_IPC_PATH
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
-from services.cli.settings import ConfigurationError, refusing, text_of_file
-from services.config import BackendConfig, FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig, flag
+from services.cli.settings import ConfigurationError, file_to_write, refusing, text_of_file
+from services.config import BackendConfig, FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig
 from services.config.traces import GRPC, HTTP, TRACES_PROTOCOL, traces_protocol
 from services.plugins import PluginError
 from services.worker import machine
@@ -115,8 +115,8 @@ def check_files(config: ServeConfig) -> None:
         raise ConfigurationError(f"--uds: {config.uds} is a file; give a path that a socket can have")
     for name in ("uds", "step_trace"):
         value = getattr(config, name)
-        if value and (Path(value).is_dir() or not Path(value).absolute().parent.is_dir()):
-            raise ConfigurationError(f"{flag(name)}: {value} is no path of a file in an existing directory")
+        if value:
+            file_to_write(name, value)
     names = config.served_model_name
     if not config.model and len(names) > 1 and (names[-1].lower().endswith(".gguf") or Path(names[-1]).exists()):
         raise ConfigurationError(f"{names[-1]} is taken for a name of the model; put MODEL before --served-model-name")

@@ -47,6 +47,14 @@ def refusing(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
         raise ConfigurationError(f"{prefix}{error}") from None
 
 
+def file_to_write(name: str, path: str) -> Path:
+    """Return the value of the setting `name` as a path. Raises: ConfigurationError, if it cannot be that of a file"""
+    file = Path(path)
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise ConfigurationError(f"{flag(name)}: {file} is no path of a file in an existing directory")
+    return file
+
+
 def text_of_file(name: str, path: str) -> str:
     """Return the text of the file that the setting `name` gives. Raises: ConfigurationError"""
     try:

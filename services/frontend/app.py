@@ -16,6 +16,7 @@ from services.frontend.anthropic import endpoints as anthropic
 from services.frontend.errors import APIError, error_response, internal_error, invalid
 from services.frontend.openai import endpoints as openai
 from services.frontend.openai import scores, tokenize
+from services.frontend.openai.parameters.body import problem
 from services.frontend.openapi import DocumentedApp
 from services.frontend.responses_api import endpoints as responses_api
 from services.frontend.routes import admin, cache, information, models, probes
@@ -73,7 +74,7 @@ def _add_errors(app: FastAPI) -> None:
         # A parameter in the path or the query; bodies have a parser of their own
         first = error.errors()[0]
         name = str(first["loc"][-1])
-        return error_response(invalid(f"{name}: {first['msg']}", name), http.url.path, http.state.request_id)
+        return error_response(invalid(f"{name}: {problem(first)}", name), http.url.path, http.state.request_id)
 
     @app.exception_handler(Exception)
     async def on_bug(http: HTTPRequest, _: Exception) -> Response:

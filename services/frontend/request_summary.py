@@ -29,6 +29,8 @@ class EndedChoice(NamedTuple):
     """Tokens that were dropped because they had arrived before."""
     is_resumed: bool = False
     """True if the scheduler that ended it was not the first one."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the prefix cache held; None: the engine did not report it."""
 
 
 @dataclass(slots=True)

@@ -60,6 +60,7 @@ class StateReports:
             "batch_queue_depth": str(c.depth),
             "prefix_caching": str(c.enable_prefix_caching and not (started and num_states(started.limits.groups))),
             "role": c.role,
+            "scheduling_policy": c.scheduling_policy,
         }
         if c.speculative_config is not None:
             info["speculative_method"] = c.speculative_config.method

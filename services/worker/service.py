@@ -207,10 +207,12 @@ class Worker:
 
 def hide_exits() -> None:
     """Print nothing for a SystemExit that `Worker.leave` raises in a finaliser or in a callback of the compiler. Python
-    drops the exception, and the worker's loop ends because of its flag."""
+    drops the exception, and the worker's loop ends because of its flag. Nor for the OSError, of no object, with which
+    Python reports a signal that arrived while its handler was replaced: the worker had left already."""
 
     def show(unraisable: "sys.UnraisableHookArgs") -> None:
-        if unraisable.exc_type is not SystemExit:
+        is_late_signal = unraisable.exc_type is OSError and unraisable.object is None
+        if unraisable.exc_type is not SystemExit and not is_late_signal:
             sys.__unraisablehook__(unraisable)
 
     sys.unraisablehook = show

@@ -45,9 +45,11 @@ def test_the_last_steps_of_a_server_become_a_trace(
 def test_a_file_or_a_server_that_is_not_there_is_one_line(
     sim: ServeProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in (("--url", "http://127.0.0.1:1"), ("--url", sim.url)):
-        done = run_command(capsys, "trace", *arguments, "-o", str(tmp_path / "missing" / "trace.json"))
+    missing = tmp_path / "missing" / "trace.json"
+    for url, file in (("http://127.0.0.1:1", tmp_path / "trace.json"), (sim.url, missing), (sim.url, tmp_path)):
+        done = run_command(capsys, "trace", "--url", url, "-o", str(file), "--seconds", "600")
         assert (done.status, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert ("--output: " in done.stderr) == (url == sim.url)
 
 
 def test_steps_of_the_next_seconds_are_recorded(

@@ -112,6 +112,8 @@ class SimulatedStream:
     steps: int = 0
     hit: int = 0
     """Tokens found in the prefix cache by the first step."""
+    cached: list[int] = field(default_factory=list)
+    """Reports of the cached tokens of its prompt: one, with the first token."""
     request: Request | None = None
     voids: int = 0
     """Epochs that ended while it was running."""
@@ -915,6 +917,8 @@ class World:
                 if embedding.values != stream.answer.embedding or stream.embedded:
                     raise DeliveryError(f"{stream.number} got another embedding than its own, or two")
                 stream.embedded = True
+            for number, count in outputs.cached.items():
+                self._open(frontend, number).cached.append(count)
             for finish in outputs.finished:
                 self._on_finish(self._open(frontend, finish.number), finish)
 
@@ -1028,6 +1032,8 @@ class World:
         """Exact work at every depth. An unforeseeable stop costs at most one token per further step."""
         if finish.num_cached_tokens != min(stream.hit, len(stream.prompt)):
             raise DeliveryError(f"{name} reports {finish.num_cached_tokens} cached tokens, found {stream.hit}")
+        if stream.cached != [finish.num_cached_tokens] * (len(stream.tokens) > stream.replayed):
+            raise DeliveryError(f"{name} reported {stream.cached} cached tokens with its first token")
         if (finish.num_draft_tokens, finish.num_accepted_tokens) != (stream.drafted, stream.accepted):
             raise DeliveryError(
                 f"{name} reports {finish.num_accepted_tokens} of {finish.num_draft_tokens} drafts accepted, "

@@ -27,7 +27,8 @@ def bench(config: BenchConfig) -> int:
         load = run_load(config)
     result = summarize(config, load)
     print(f"{result['model_id']} at {result['base_url']}")
-    print("\n".join([*report(result), *(charts(load) if config.draw else ())]))
+    if result["completed"]:  # else there is nothing to report but the errors
+        print("\n".join([*report(result), *(charts(load) if config.draw else ())]))
     for reason in sorted({r.error for r in load.requests if r.error})[:5]:
         print(f"failed: {reason}", file=sys.stderr)
     if file is not None:

@@ -11,7 +11,7 @@ from services.cli.ask import NoAnswer, ServerAddress, base_url, first_model
 from services.cli.preflight import with_keys
 from services.cli.run_batch.batch import Batch
 from services.cli.serve import serve
-from services.cli.settings import ConfigurationError, refusing
+from services.cli.settings import ConfigurationError, file_to_write, refusing
 from services.config import ClientConfig, RunBatchConfig, ServeConfig, flag
 from services.private import private_directory, short_base
 
@@ -50,11 +50,10 @@ def _files(config: RunBatchConfig) -> tuple[Path, Path]:
             raise ConfigurationError(f"run-batch needs {flag(name)} FILE")
         if "://" in value:
             raise ConfigurationError(f"{flag(name)}: {value} is no local file; download or copy it yourself")
-    source, target = (Path(os.path.expanduser(name)) for name in (config.input_file, config.output_file))
+    source = Path(os.path.expanduser(config.input_file))
     if not source.is_file():
         raise ConfigurationError(f"--input-file: there is no file {source}")
-    if not target.parent.is_dir() or target.is_dir():
-        raise ConfigurationError(f"--output-file: {target} is no path of a file in an existing directory")
+    target = file_to_write("output_file", os.path.expanduser(config.output_file))
     if target.exists() and target.samefile(source):
         raise ConfigurationError(f"--output-file: {target} is the input file")
     return source, target

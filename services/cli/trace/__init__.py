@@ -1,11 +1,12 @@
 """`runahead trace`: the last steps of a running server as a file for Perfetto."""
 
 import json
+import os
 import time
-from pathlib import Path
 from typing import Any
 
-from services.cli.ask import ServerAddress, about_server, ask_object
+from services.cli.ask import NoAnswer, ServerAddress, about_server, ask_object
+from services.cli.settings import ConfigurationError, file_to_write
 from services.cli.trace.events import TraceWriter
 from services.config.commands import TraceConfig
 
@@ -17,8 +18,12 @@ POLL_SECONDS = 0.5
 @about_server
 def trace(server: ServerAddress, config: TraceConfig) -> int:
     """Write the file and print what it has. Return the exit status: 0 if it was written, else 1."""
+    try:
+        file = file_to_write("output", os.path.expanduser(config.output))
+    except ConfigurationError as error:
+        raise NoAnswer(str(error)) from None
     writer = TraceWriter(collect(server, config.seconds))
-    Path(config.output).write_text(json.dumps(writer.document()))
+    file.write_text(json.dumps(writer.document()))
     hint = "open it in Perfetto" if writer.num_steps else "no request was served in this time"
     print(f"{writer.num_steps} steps (ranks: {writer.num_ranks}) written to {config.output}; {hint}")
     return 0

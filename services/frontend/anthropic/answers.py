@@ -77,8 +77,9 @@ class MessageEvents(ChoiceWriter):
         """Return the message that this chunk is."""
         self.chunk(chunk)
         calls = (block for block in self._blocks if block["type"] == "tool_use")
-        for block in calls:
-            block["input"] = msgspec.Raw(block["input"].encode())  # as written: not all of JSON can be decoded
+        for index, block in enumerate(calls):
+            text = block["input"] if index < self._parser.num_calls else "{}"  # it was cut off
+            block["input"] = msgspec.Raw(text.encode())  # as written: not all of JSON can be decoded
         return {**self._head, "content": self._blocks, **self._ending, "usage": usage_json(self._usage)}
 
     def closing(self) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from protocol.codec import ProtocolError
-from protocol.requests import CacheControlled, EngineState, FrontendAlive, ResetDone
+from protocol.requests import CacheControlled, EnginePhase, EngineState, FrontendAlive, ResetDone
 from protocol.security import Security
 from protocol.silence import SilenceWatch, unanswered
 from protocol.transport import Expelled, HandshakeTimeout, PeerGone, PeerSlow
@@ -59,6 +59,8 @@ class SchedulerConnection:
         """Set what is known of a new connection."""
         self._lease = 0
         """Lease that the scheduler has given this connection; 0: unknown."""
+        self._drains = False
+        """The scheduler is stopping, and will close the connection."""
         self._watch = SilenceWatch(self._silence, CHECK_INTERVAL)
         self._watch.heard()  # the answer to the handshake
         self._sent = self._answered = 0
@@ -93,7 +95,7 @@ class SchedulerConnection:
             except Expelled as error:  # one of this frontend's messages was bad
                 self.drop(f"the scheduler ended the connection: {error}; connecting again", is_expelled=True)
             except PeerGone as error:
-                self.drop(str(error))
+                self.drop(str(error), is_fault=not self._drains)
             finally:
                 self._client = None
                 client.close()
@@ -108,7 +110,7 @@ class SchedulerConnection:
         if self._lease not in (0, state.lease):
             self.drop("the scheduler has ended the requests of this frontend; connecting again")
             return
-        self._lease = state.lease
+        self._lease, self._drains = state.lease, state.phase is EnginePhase.DRAINING
         self._exchanges_signs = state.incarnation > 0
         self._answered = self._sent if state.round_trips is None else state.round_trips.number
 
@@ -133,8 +135,8 @@ class SchedulerConnection:
         elif unanswered(self._sent, self._answered) > self._silence:
             self.drop("the scheduler does not answer; connecting again")
 
-    def drop(self, why: str, is_expelled: bool = False) -> None:
-        log.warning("%s", why)
+    def drop(self, why: str, is_expelled: bool = False, is_fault: bool = True) -> None:
+        log.log(logging.WARNING if is_fault else logging.INFO, "%s", why)
         client, self._client = self._client, None
         self._on_lost(is_expelled)
         if client is not None:

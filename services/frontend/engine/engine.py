@@ -267,6 +267,9 @@ class ConnectedEngine(Availability):
             self.connection.drop(f"bad message from the scheduler: {error}; connecting again")
             return
         ledger = self._ledger
+        for number, count in message.cached.items():
+            if (stream := ledger.streams.get(number)) is not None:
+                stream.num_cached = count
         ledger.deliver(rows.numbers.tolist(), rows.indices.tolist(), rows.token_ids.tolist())
         for embedding in message.embeddings:
             if (stream := ledger.streams.get(embedding.number)) is not None:

@@ -42,7 +42,8 @@ class RequestStream(ABC):
     """Outputs of one open engine request that arrived since the last flush. Subclasses turn them into bytes."""
 
     __slots__ = (
-        "duplicates", "end", "has_ended", "interval", "is_due", "is_resumed", "number", "output", "response", "tokens",
+        "duplicates", "end", "has_ended", "interval", "is_due", "is_resumed", "num_cached", "number", "output",
+        "response", "tokens",
     )  # fmt: skip
 
     def __init__(self, response: "ResponseStream") -> None:
@@ -54,6 +55,8 @@ class RequestStream(ABC):
         """Output tokens that are not fed yet."""
         self.duplicates = 0
         """Tokens that were dropped because they had arrived before."""
+        self.num_cached: int | None = None
+        """Prompt tokens that the prefix cache held; None: not known yet."""
         self.is_resumed = False
         """True if a scheduler has it that was not the first one."""
         self.output: list[int] = []

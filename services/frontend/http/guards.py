@@ -116,10 +116,12 @@ class Guards:
         return None
 
     def _below_root(self, path: str) -> str:
-        """Return the path without a scheme and host, and without the root path, which only some proxies remove."""
+        """Return the path without a scheme and host, without the root path, which only some proxies remove, and without
+        a slash at its end. A redirect would name the scheme that a proxy uses here."""
         if not path.startswith("/"):
             path = _ORIGIN.sub("", path) or "/"
-        return path.removeprefix(self._root) if path.startswith(f"{self._root}/") else path
+        below = path.removeprefix(self._root) if path.startswith(f"{self._root}/") else path
+        return below.rstrip("/") or "/"
 
     def _is_allowed(self, given: bytes) -> bool:
         if not self._hosts:

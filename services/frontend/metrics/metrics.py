@@ -112,15 +112,15 @@ class Metrics:
         if tokens > 1:
             seconds = 0.0 if first is None or last is None else last - first
             self._per_token.observe(seconds / (tokens - 1))
+        if (cached := choice.cached_tokens) is not None:
+            computed = max(choice.prompt_tokens - cached, 0)
+            self._count_prompt(computed, cached)
+            self._computed.observe(computed)
         if choice.end is not None:
-            self._on_finish(choice.end, choice.prompt_tokens)
+            self._on_finish(choice.end)
 
-    def _on_finish(self, end: Finish, prompt_tokens: int) -> None:
-        """Count what only the engine knows."""
-        cached = end.num_cached_tokens
-        computed = max(prompt_tokens - cached, 0)
-        self._count_prompt(computed, cached)
-        self._computed.observe(computed)
+    def _on_finish(self, end: Finish) -> None:
+        """Count what only the engine knows at the end."""
         self._preemptions.observe(end.num_preemptions)
         times = end.times
         if times is None or not times.scheduled:

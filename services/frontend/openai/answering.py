@@ -17,7 +17,7 @@ from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.streams import ResponseStream
-from services.frontend.errors import APIError
+from services.frontend.errors import APIError, invalid
 from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
@@ -189,8 +189,11 @@ class Answering:
     def shared(self, http: HTTPRequest, body: ScheduledRequest, **fields: Any) -> GenerateRequest:
         """Return what all engine requests of an HTTP request share, with some more fields.
 
-        Raises: APIError, if the model is not served any more
+        Raises: APIError, if the model is not served any more, or the engine does not order requests by priority
         """
+        if body.priority and self.engine.state.info.get("scheduling_policy") == "fcfs":
+            needs = "priority scheduling is not enabled (--scheduling-policy priority); leave it out"
+            raise invalid(f"got priority {body.priority}, but {needs}", "priority")
         tenant, salt = http.state.tenant, body.cache_salt or ""
         salt = f"{tenant}/{salt}" if tenant else salt  # cache hits reveal nothing to holders of another key
         own = {"request_id": http.state.request_id, "priority": body.priority or 0, "cache_salt": salt}

@@ -42,6 +42,11 @@ class TextBuffer:
         """Mark the end of the text."""
         self._closed = True
 
+    @property
+    def has_ended(self) -> bool:
+        """True if all text is read, and no more follows."""
+        return self._closed and self._at == len(self._text)
+
     def peek(self) -> Parsing[str]:
         """Return the next character without reading it, "" at the end. Raises: ParseError, if the budget is used up"""
         if self._budget == 0:

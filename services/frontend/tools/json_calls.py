@@ -19,15 +19,21 @@ _FENCE = "```"
 
 
 class RequiredParser(ToolParser):
-    """`[{"name": ..., "parameters": {...}}, ...]`: a grammar writes it if the request requires calls."""
+    """`[{"name": ..., "parameters": {...}}, ...]`: a grammar writes it if the request requires calls. Of a call that is
+    cut off, the name and the arguments so far are returned, and nothing is content."""
 
     may_be_bare = True
 
+    def _break(self) -> None:
+        if self._buffer.has_ended:
+            self._emit_arguments()
+            self._events += self._pending or []
+            self._buffer.drop_kept()
+        super()._break()
 
-class NamedParser(ToolParser):
+
+class NamedParser(RequiredParser):
     """Only the arguments, of the one tool that may be called: a grammar writes it if the request names the tool."""
-
-    may_be_bare = True
 
     def _calls(self, marker: str) -> Parsing[None]:
         (name,) = self._names

@@ -1,8 +1,8 @@
 """Base of the parsers of tool calls.
 
-A call that is never completed is content, as written. An eager parser returns a call as soon as its name is known and
-its arguments begin. Returned events cannot be revoked: if such a call breaks later, its returned part stays and the
-rest is content. White space around calls is dropped.
+A call that is never completed is content, as written, unless the request requires calls. An eager parser returns a call
+as soon as its name is known and its arguments begin. Returned events cannot be revoked: if such a call breaks later,
+its returned part stays and the rest is content. White space around calls is dropped.
 """
 
 import json

@@ -22,7 +22,7 @@ _FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": 
 
 
 def arguments_schema(parameters: JSON | None) -> JSON:
-    """Return the schema of one tool's arguments."""
+    """Return the schema of one tool's arguments. Raises: APIError"""
     return {**_object(parameters), "x-guidance": _FORM}
 
 
@@ -67,7 +67,9 @@ def list_format(mark: str, tools: Mapping[str, JSON | None], max_calls: int | No
 
 
 def _object(parameters: JSON | None) -> JSON:
-    """Return a schema that allows only objects; without parameters only the empty one."""
+    """Return a schema that allows only objects; without parameters only the empty one. Raises: APIError"""
+    if parameters and parameters.get("type", "object") != "object":
+        raise invalid("tools: arguments are an object, so the parameters of each tool must have that type", "tools")
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     kept = {name: value for name, value in parameters.items() if name != "x-guidance"}

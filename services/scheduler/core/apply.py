@@ -278,7 +278,9 @@ class ResultApplier:
         if has_any(entering := totals == s.entry.take(rows)):
             for slot in rows[entering & (counts > 0)].tolist():
                 request = s.request(slot)
-                request.first_token = request.first_token or self.store.now
+                if not request.first_token:
+                    request.first_token = self.store.now
+                    self.store.outputs.cached(*request.key, request.num_cached_tokens)
         s.tokens[rows] = totals + counts
         if ids.shape[1] == 1 and has_all(counts):
             token_ids = ids[:, 0]

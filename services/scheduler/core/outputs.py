@@ -21,12 +21,13 @@ class _FrontendOutputs:
         self.finished: list[Finish] = []
         self.logprobs: list[LogprobRows] = []
         self.embeddings: list[Embedding] = []
+        self.cached: dict[int, int] = {}
 
     def message(self) -> RequestOutputs:
         columns = [b"".join(map(pack, parts)) for parts in zip(*self.rows, strict=True)]
         numbers, indices, token_ids = columns or [b""] * 3
         logprobs = LogprobRows.concatenate(self.logprobs).to_message() if self.logprobs else None
-        return RequestOutputs(numbers, indices, token_ids, self.finished, logprobs, self.embeddings)
+        return RequestOutputs(numbers, indices, token_ids, self.finished, logprobs, self.embeddings, cached=self.cached)
 
 
 class OutputBuffer:
@@ -54,6 +55,10 @@ class OutputBuffer:
         """Add log-probabilities; `rows.owners` are request numbers of `frontends`, int32[rows]."""
         for frontend in np.unique(frontends).tolist():
             self._by_frontend[frontend].logprobs.append(rows.select(frontends == frontend))
+
+    def cached(self, frontend: int, number: int, count: int) -> None:
+        """Add the cached prompt tokens of a request, with its first token."""
+        self._by_frontend[frontend].cached[number] = count
 
     def embedding(self, frontend: int, embedding: Embedding) -> None:
         self._by_frontend[frontend].embeddings.append(embedding)

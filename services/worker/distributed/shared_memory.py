@@ -175,12 +175,19 @@ def size_of(size: int) -> int:
 
 
 def _create(size: int) -> tuple[int, str]:
-    """Return a file and its description for `_open`; -1 and "" where such files are not supported."""
+    """Return a file and its description for `_open`; -1 and "" where such files are not supported.
+
+    Raises: OSError
+    """
     if not is_supported():
         return -1, ""
     file, nonce = os.memfd_create("runahead", os.MFD_CLOEXEC), secrets.token_bytes(_NONCE)
-    os.ftruncate(file, size_of(size))
-    os.pwrite(file, nonce, 0)
+    try:
+        os.ftruncate(file, size_of(size))
+        os.pwrite(file, nonce, 0)
+    except OSError:
+        os.close(file)
+        raise
     return file, f"{os.getpid()} {file} {nonce.hex()}"
 
 

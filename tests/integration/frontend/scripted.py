@@ -43,7 +43,13 @@ from tests.preloaded import ERRORS, PreloadedProcess
 from tests.waiting import PATIENCE, wait_until
 
 CONTEXT, VOCAB = 2048, 4096
-READY = EngineState(EnginePhase.READY, max_model_len=CONTEXT, vocab_size=VOCAB, stats={"num_requests_running": 3})
+READY = EngineState(
+    EnginePhase.READY,
+    max_model_len=CONTEXT,
+    vocab_size=VOCAB,
+    stats={"num_requests_running": 3},
+    info={"scheduling_policy": "fcfs"},
+)
 TOKENIZER = Tokenizer(DEMO_MODEL)
 
 Behaviour = Callable[[GenerateRequest], list[RequestOutputs]]

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.codec import unpack
 from protocol.requests import FinishReason, GenerateRequest, RequestOutputs, RequestTimes
@@ -63,9 +64,13 @@ def test_stop_string_over_several_tokens_cuts_the_text_and_ends_the_request(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
 ) -> None:
     ids = ids_of("one STOP two")
-    scheduler.script(lambda request: [tokens(request.number, [token], i) for i, token in enumerate(ids)])
+    scheduler.script(
+        lambda request: [
+            replace(tokens(request.number, [token], i), cached={request.number: 1}) for i, token in enumerate(ids)
+        ]
+    )
     body = {"prompt": "x", "stop": ["never", "STOP"], "stream": stream}
-    response = frontend.post("/v1/completions", body)
+    response = frontend.post("/v1/completions/", body)  # with the slash that some clients add
     choices = [event["choices"][0] for event in events(response)] if stream else response.json()["choices"]
     assert "".join(choice["text"] for choice in choices) == "one "
     assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "STOP")
@@ -73,7 +78,7 @@ def test_stop_string_over_several_tokens_cuts_the_text_and_ends_the_request(
     if not stream:
         usage = response.json()["usage"]
         assert usage["completion_tokens"] <= len(ids)
-        assert usage["prompt_tokens_details"] is None, "the engine did not report it"
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
 def test_beginning_of_a_stop_string_is_shown_when_the_answer_ends_with_it(
@@ -154,8 +159,9 @@ def test_numbers_of_a_request_are_in_the_histograms(frontend: Frontend, schedule
 def test_choice_that_a_stop_string_ends_counts_without_the_engine(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler.script(lambda request: [tokens(request.number, ids_of("one STOP two"))])
-    names = ("request_generation_tokens_count", "request_queue_time_seconds_count")
+    said = ids_of("one STOP two")
+    scheduler.script(lambda request: [replace(tokens(request.number, said), cached={request.number: 1})])
+    names = ("request_generation_tokens_count", "request_queue_time_seconds_count", "prompt_tokens_cached_total")
     before = [frontend.metric(name) for name in names]
     frontend.post("/v1/completions", {"prompt": "x", "stop": "STOP"})
-    assert [frontend.metric(name) for name in names] == [before[0] + 1, before[1]]
+    assert [frontend.metric(name) for name in names] == [before[0] + 1, before[1], before[2] + 1]

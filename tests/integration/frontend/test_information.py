@@ -23,7 +23,7 @@ def test_each_model_has_an_entry(frontend: Frontend, scheduler: ScriptedSchedule
 
 
 def test_models_have_the_names_and_times_of_anthropics_client(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    found = get(frontend, "/v1/models").json()
+    found = get(frontend, "/v1/models/").json()
     model = found["data"][0]
     assert (model["type"], model["display_name"]) == ("model", model["id"])
     assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]

@@ -216,6 +216,17 @@ def test_scheduler_with_another_tokenizer_ends_open_requests_and_the_frontend() 
         assert "tokenizer mismatch" in frontend.log
 
 
+@pytest.mark.parametrize("phase", [EnginePhase.READY, EnginePhase.DRAINING])
+def test_loss_of_a_scheduler_is_a_warning_unless_it_was_stopping(phase: EnginePhase) -> None:
+    with scripted() as (frontend, scheduler):
+        scheduler.send(replace(READY, phase=phase))
+        wait_until(lambda: frontend.ready() == (phase is EnginePhase.READY), "the state has arrived")
+        scheduler.close()
+        wait_until(lambda: "closed the connection" in frontend.log, "the loss is seen")
+        scheduler.open()
+        assert ("WARNING" in frontend.log) == (phase is EnginePhase.READY)
+
+
 def test_a_frontend_whose_loop_hangs_ends_itself_and_says_where() -> None:
     """Its probes are not answered, but no signal has stopped it."""
     patch = """

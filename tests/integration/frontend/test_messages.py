@@ -141,6 +141,11 @@ def test_required_tool_is_called(
     assert answer["stop_reason"] == "tool_use"
     structured = scheduler.request().structured
     assert structured.kind is GrammarKind.JSON
+    scheduler.script(answering(said[: said.index("1")], reason=FinishReason.LENGTH))
+    if not stream:  # the client gets what has arrived
+        answer = answer_of(frontend, stream, tools=[TOOL], tool_choice=choice)
+        assert [(block["name"], block["input"]) for block in answer["content"]] == [("add", {})]
+        assert answer["stop_reason"] == "max_tokens"
 
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

@@ -139,6 +139,7 @@ def test_every_event_has_the_usage_on_request(frontend: Frontend, scheduler: Scr
         *chunks, last = events(response)
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts)
+        assert counts[0] == 0 or path == COMPLETIONS, "the first event of a chat has no text"
         assert (last["choices"], counts[-1]) == ([], len(ids_of("one two three")))
         assert last["usage"] == chunks[-1]["usage"]
     response = frontend.post(COMPLETIONS, {"prompt": [5], "stream": True, "stream_options": {"include_usage": False}})
@@ -238,7 +239,7 @@ def test_constraints_on_the_output_reach_the_engine(
         ({"stream_options": {"include_usage": True}}, "stream_options"), ({"suffix": "x"}, "suffix"),
         ({"guided_json": SCHEMA}, "guided_json"), ({"length_penalty": 2}, "length_penalty"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"), ({"skip_special_tokens": "no"}, "skip_special_tokens"),
-        ({"cache_salt": 5}, "cache_salt"), ({"priority": 0.5}, "priority"),
+        ({"cache_salt": 5}, "cache_salt"), ({"priority": 0.5}, "priority"), ({"priority": -1}, "priority"),
     ],
 )  # fmt: skip
 def test_invalid_constraints_are_refused_by_name(

@@ -159,8 +159,12 @@ def test_line_of_a_refused_request_has_no_text_of_it() -> None:
             assert re.search(r"seconds=\S+: \S", line), line  # the reason
         assert "secret" in told  # the client is told
         scheduler.script(lambda request: [ended(request.number, FinishReason.INVALID, message="bad regex: secret")])
-        body = {"prompt": [5], "structured_outputs": {"regex": "secret"}}
-        response = frontend.post(COMPLETIONS, body, headers={"x-request-id": "grammar"})
-        assert "bad regex: secret" in response.text
-        assert wait_lines(frontend, "grammar", "invalid")[-1].endswith(": the engine refused the request")
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/secret"}}}
+        for field, (route, body) in {
+            "structured_outputs": (COMPLETIONS, {"prompt": [5], "structured_outputs": {"regex": "secret"}}),
+            "tools": ("/v1/chat/completions", {**CHAT, "tools": [tool], "tool_choice": "required"}),
+        }.items():
+            response = frontend.post(route, body, headers={"x-request-id": field})
+            assert "bad regex: secret" in response.text
+            assert wait_lines(frontend, field, "invalid")[-1].endswith(f": {field}: the engine refused the request")
         assert "secret" not in frontend.log

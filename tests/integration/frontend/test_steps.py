@@ -96,6 +96,7 @@ def test_a_stream_ends_when_the_server_stops() -> None:
 def test_a_query_that_makes_no_sense_is_refused(pair: tuple[Frontend, ScriptedScheduler], query: str) -> None:
     answer = steps(pair[0], f"?{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
+    assert "parse" not in answer.json()["error"]["message"], "that speaks of the server's code"
 
 
 def test_steps_need_the_key_and_the_page_does_not(pair: tuple[Frontend, ScriptedScheduler]) -> None:

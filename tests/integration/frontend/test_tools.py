@@ -238,6 +238,10 @@ def test_required_tools_constrain_the_output_to_calls(pair: tuple[Frontend, Scri
     assert schema_of(scheduler.request(2))["maxItems"] == 1
     whole(frontend, **required, response_format={"type": "json_object"})
     assert schema_of(scheduler.request(3)) == schema, "calls come first"
+    scheduler.script(answering(text[: text.index("Köln")], reason=FinishReason.LENGTH))
+    choice = whole(frontend, **required)
+    assert calls_of(choice) == [("get_weather", ARGUMENTS[: ARGUMENTS.index("Köln")])]
+    assert (choice.message.content, choice.finish_reason) == (None, "length")
 
 
 def test_grammar_begins_after_the_reasoning_of_a_reasoning_model(pair: tuple[Frontend, ScriptedScheduler]) -> None:
@@ -311,6 +315,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs", "this form of content"),
     ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice", "grammars"),
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "ignore_eos"),
+    ({"tools": [taking({"type": "string"})], "tool_choice": "required"}, "tools", "must have that type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
     ({"tools": [CLOCK] * 129}, "tools", "128"),
     ({"tools": [CLOCK, CLOCK]}, "tools", "two tools are named 'now'"),

@@ -55,7 +55,7 @@ def answers(cell: Combination, directory: Path) -> dict[int, list[int]]:
     with engine(directory, scheduler(cell), WORKERS[cell.backend], 2 if cell.pipeline else 1) as running:
         client = running.connect()
         state = client.wait_ready()
-        assert state.info["batching_policy"] == cell.batching_policy
+        assert (state.info["batching_policy"], state.info["scheduling_policy"]) == (cell.batching_policy, "fcfs")
         for number in (*STREAMS, *STRUCTURED):
             prompt = [(number * 37 + i * 11) % 4000 for i in range(5 + 20 * number)]
             params = SamplingParams(max_tokens=16, temperature=float(number % 2), seed=number)

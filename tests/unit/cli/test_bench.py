@@ -23,10 +23,12 @@ from services.config import BenchConfig
 
 @dataclass
 class StubServer:
-    """Streams `max_tokens` chunks for each completion. Every fifth completion fails in the way that `failing` names."""
+    """Streams `max_tokens` chunks for each completion. Of `per_failure` completions one fails in the way that `failing`
+    names."""
 
     url: str = ""
     failing: str = ""
+    per_failure: int = 5
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str | None] = field(default_factory=set)
     max_open: int = 0
@@ -42,7 +44,9 @@ class StubServer:
         self._open += 1
         self.max_open = max(self.max_open, self._open)
         try:
-            return await self._answer(request, body["max_tokens"], len(self.bodies) % 5 == 0 and self.failing)
+            return await self._answer(
+                request, body["max_tokens"], len(self.bodies) % self.per_failure == 0 and self.failing
+            )
         finally:
             self._open -= 1
 
@@ -139,8 +143,11 @@ def test_failed_requests_are_counted_and_give_status_1(
     result = summarize(settings, run_load(settings))
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (8, 2, 40)
     server.bodies.clear()
-    assert bench(settings) == 1
-    assert "failed: " in capsys.readouterr().err
+    for server.per_failure, is_reported in ((5, True), (1, False)):
+        assert bench(settings) == 1
+        printed = capsys.readouterr()
+        assert "failed: " in printed.err
+        assert ("Serving Benchmark Result" in printed.out) == is_reported
 
 
 def test_results_are_written_with_the_names_of_vllm(

@@ -1,6 +1,7 @@
 """The exchange of messages through shared memory, between threads and between processes."""
 
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -154,12 +155,16 @@ def test_ranks_that_see_another_file_share_nothing() -> None:
         assert list(pool.map(lambda rank: SharedMemory.join(Foreign(), rank, 2), range(2))) == [None, None]
 
 
-def test_ranks_of_a_system_that_refuses_memory_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, flags: int) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    store = HashStore()
+@pytest.mark.parametrize("limit", [resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE])
+def test_ranks_of_a_system_that_refuses_memory_share_nothing(limit: int) -> None:
+    store, files = HashStore(), os.listdir("/proc/self/fd")
     store.set_timeout(timedelta(seconds=PATIENCE))
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda rank: SharedMemory.join(store, rank, 2), range(2))) == [None, None]
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (len(files) - 1, hard))  # too few open files, or too small ones
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            joined = list(pool.map(lambda rank: SharedMemory.join(store, rank, 2), range(2)))
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+    assert joined == [None, None]
+    assert os.listdir("/proc/self/fd") == files

@@ -13,7 +13,7 @@ from services.frontend.metrics import Metrics
 from services.frontend.openai.answers.chunk import ChoiceWriter, Chunk
 from services.frontend.openai.answers.logprobs import LogprobFormatter, LogprobQueue
 from services.frontend.openai.answers.usage import UsageCounter
-from services.frontend.openai.parameters.structured import constraint_field
+from services.frontend.openai.parameters.structured import grammar_field
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 from services.frontend.openai.schemas.responses import FinishName
@@ -174,10 +174,8 @@ class Choice(RequestStream):
 
     def _on_end(self, end: Finish, now: float) -> str:
         """Return the text that was held back. Raises: APIError"""
-        if (error := failure(end, constraint_field(self._context.body))) is not None:
+        if (error := failure(end, grammar_field(self._context.body))) is not None:
             raise error
-        if self.is_first:
-            self._context.usage.cached.append(end.num_cached_tokens)
         if not self._generates:
             self._on_finish("length", None, now, end)
             return ""
@@ -193,6 +191,9 @@ class Choice(RequestStream):
         stop_string = self._assembler.stop_string
         if stop_string is not None:  # perhaps found in the text that was held back
             reason = "stop"
+        cached = self.num_cached if end is None else end.num_cached_tokens
+        if self.is_first and cached is not None:
+            self._context.usage.cached.append(cached)
         self._finish = self._chunk.finish = reason
         self._chunk.stop = stop if stop_string is None else stop_string
         ended = EndedChoice(
@@ -208,6 +209,7 @@ class Choice(RequestStream):
             self._context.body.n or 1,
             self.duplicates,
             self.is_resumed,
+            cached,
         )
         self._context.summary.on_choice(ended)
         self._metrics.on_answer(ended)

@@ -14,7 +14,6 @@ from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.schemas.requests import StreamOptions
 from services.frontend.openai.schemas.responses import AnswerHead, ChatDelta, CompletionChoice
 
-_NO_FIELDS: Mapping[str, Any] = {}
 _encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
@@ -73,10 +72,11 @@ class EventEncoder:
         self._num_choices += 1
         return ChoiceEvents(self, self._num_choices - 1)
 
-    def _event(self, choice: CompletionChoice | ChatDelta, more: Mapping[str, Any] = _NO_FIELDS) -> bytes:
+    def _event(self, choice: CompletionChoice | ChatDelta, more: Mapping[str, Any] | None = None) -> bytes:
+        """`more`: further fields of an event that precedes any text."""
         has_usage = self._options.continuous_usage_stats
-        usage = {"usage": self._usage.to_json()} if has_usage else self._no_usage
-        return _event(_encode({**self._head, **more, "choices": [choice], **usage}))
+        usage = {"usage": self._usage.to_json(is_before_output=more is not None)} if has_usage else self._no_usage
+        return _event(_encode({**self._head, **(more or {}), "choices": [choice], **usage}))
 
     def around_text(self, index: int) -> tuple[bytes, bytes] | None:
         """Return the bytes before and after the text in an event that holds only text, which are encoded once.
@@ -95,7 +95,7 @@ class EventEncoder:
     def opening(self) -> bytes:
         openings = [self._dialect.opening(index) for index in range(self._num_choices)]
         choices = [opening for opening in openings if opening is not None]
-        fields = [self._first_fields, *[_NO_FIELDS] * len(choices)]
+        fields = [self._first_fields, *[{}] * len(choices)]
         return b"".join(map(self._event, choices, fields))
 
     def closing(self) -> bytes:

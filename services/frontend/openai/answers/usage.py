@@ -18,17 +18,16 @@ class UsageCounter:
     answers: list[TextAssembler] = field(default_factory=list)
     prompt_lengths: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
-    """Tokens of each prompt that the prefix cache held. The number is unknown if a stop string ended the answer before
-    the engine ended the request."""
+    """Tokens of each prompt that the prefix cache held."""
 
     @property
     def num_cached(self) -> int | None:
         """Number of tokens of all prompts that the prefix cache held; None while it is not known."""
         return sum(self.cached) if len(self.cached) == len(self.prompt_lengths) else None
 
-    def to_json(self) -> Usage:
+    def to_json(self, *, is_before_output: bool = False) -> Usage:
         prompt, cached = sum(self.prompt_lengths), self.num_cached
-        completion = sum(answer.num_tokens for answer in self.answers)
+        completion = 0 if is_before_output else sum(answer.num_tokens for answer in self.answers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,

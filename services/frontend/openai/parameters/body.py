@@ -131,9 +131,17 @@ _PLAIN = {
     "extra_forbidden": "there is no such field",
     "model_type": "this must be an object",
     "union_tag_not_found": "the field {discriminator} is missing",
+    "int_parsing": "Input should be a valid integer",
+    "float_parsing": "Input should be a valid number",
     "union_tag_invalid": "{tag!r:.100} is not supported here, only {expected_tags}",
 }
 """Pydantic's type of an error -> message, where pydantic's own speaks of its validation."""
+
+
+def problem(error: ErrorDetails) -> str:
+    """Return what is wrong with a value, in a body or in a query."""
+    plain = _PLAIN.get(error["type"])
+    return plain.format_map(error.get("ctx", {})) if plain else error["msg"]
 
 
 def _named(error: pydantic.ValidationError) -> APIError:
@@ -145,8 +153,7 @@ def _named(error: pydantic.ValidationError) -> APIError:
     field = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
     deepest = max((e for e in errors if not field or str(e["loc"][0]) == field), key=_specificity)
     where = ".".join(str(part) for part in (field, *deepest["loc"][1:]) if _is_name(part))
-    plain = _PLAIN.get(deepest["type"])
-    text = plain.format_map(deepest.get("ctx", {})) if plain else deepest["msg"]
+    text = problem(deepest)
     message = f"{where}: {text}" if where else text
     return invalid(message, field or None, logged=f"{field or 'the request body'}: {deepest['type']}")
 

@@ -7,7 +7,12 @@ import msgspec
 from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputParams
 from services.frontend.errors import invalid
 from services.frontend.json_text import json_text, json_value
-from services.frontend.openai.schemas.requests import BaseGenerationRequest, ResponseFormat, StructuredOutputs
+from services.frontend.openai.schemas.requests import (
+    BaseGenerationRequest,
+    ChatRequest,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from services.frontend.tools.schema import json_format
 
 _FIELDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -20,6 +25,12 @@ def constraint_field(body: BaseGenerationRequest) -> str | None:
         return "structured_outputs"
     format = body.response_format
     return format.origin if format is not None and format.type != "text" else None
+
+
+def grammar_field(body: BaseGenerationRequest) -> str | None:
+    """Return the body's field that the grammar of the output is made of, if there is one."""
+    is_call = isinstance(body, ChatRequest) and body.tools and body.tool_choice not in (None, "auto", "none")
+    return "tools" if is_call else constraint_field(body)
 
 
 def structured_params(body: BaseGenerationRequest) -> StructuredOutputParams | None:

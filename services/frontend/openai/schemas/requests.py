@@ -98,7 +98,7 @@ class ScheduledRequest(BaseRequest):
     """Fields of every body that the engine computes."""
 
     priority: int | None = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    """Lower values run earlier under the `priority` scheduling policy."""
+    """Lower values run earlier under the `priority` scheduling policy; others than 0 are refused without it."""
     cache_salt: str | None = Field(None, max_length=256)
 
 
