@@ -67,6 +67,10 @@ class BackendConfig(ServiceConfig):
     batch_invariant: bool = False
     """native: require kernels that compute each row with the same bits whatever other rows are in its step. Those for
     the CPU do so without this; --device cuda and --kernels reference do not."""
+    performance_mode: Literal["balanced", "interactivity"] = "balanced"
+    """native: which kernels compute quantised weights on a processor with AMX. balanced: AMX's, for many requests and
+    long prompts; interactivity: those of AVX-512, with which one to four requests decode faster and prompts take
+    longer. vllm: passed on."""
     load_format: str = "auto"
     """vllm: file format of the weights."""
     runner: Literal["auto", "generate", "pooling"] = "auto"
@@ -86,6 +90,7 @@ TIERS = ("kv_offload_dir", "kv_offload_bytes", "kv_peer_address")
 USERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("load_format", "runner", "pooler_config", "hf_overrides"), ("vllm",)),
     **dict.fromkeys(("device", "gpu_memory_utilization", "enforce_eager", "dtype", "threads"), ("native", "vllm")),
+    "performance_mode": ("native", "vllm"),
     "engines_here": ("native", "vllm"),
     **dict.fromkeys(("kernels", "batch_invariant", "weights_cache_dir", "weights_cache_bytes"), ("native",)),
     **dict.fromkeys((*TIERS, "kv_keeper"), ("native", "sim")),

@@ -19,6 +19,7 @@ from services.config import WorkerConfig
 from services.worker.backends.native.memory import rank_memory
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import ModelPart
+from services.worker.kernels.selection import TILES, processor_features
 from tests.benchmarks.support.planned_batch import BLOCK_SIZE
 from tests.benchmarks.support.random_llama import SHAPES, VOCAB, random_llama
 from tests.benchmarks.support.report import add_ints, report
@@ -27,6 +28,7 @@ from tests.benchmarks.support.static_batch import StaticBatch
 READ_BYTES = 1 << 30
 """Bytes of the array that is read; far larger than the caches."""
 Weights = Literal["none", "int8", "int4"]
+Mode = Literal["balanced", "interactivity"]
 
 
 def read_bandwidth(array: torch.Tensor) -> float:
@@ -47,9 +49,11 @@ def weight_bytes(config: WorkerConfig, path: Path) -> int:
     return memory - (0 if is_counted_once else model.vocab_size * model.hidden_size * 2)
 
 
-def measured(path: Path, weights: Weights, args: argparse.Namespace) -> dict[str, object]:
+def measured(path: Path, weights: Weights, mode: Mode, args: argparse.Namespace) -> dict[str, object]:
     """Return the figures of one model with weights of one kind: medians."""
-    config = WorkerConfig(model=str(path), dtype="bfloat16", threads=args.threads, quantization=weights)
+    config = WorkerConfig(
+        model=str(path), dtype="bfloat16", threads=args.threads, quantization=weights, performance_mode=mode
+    )
     batch = StaticBatch(config, 1, args.prompt, args.output)
     array = torch.ones(READ_BYTES // 4)
     tokens = np.random.default_rng(0).integers(2, VOCAB, (1, args.prompt), np.int32)
@@ -62,7 +66,7 @@ def measured(path: Path, weights: Weights, args: argparse.Namespace) -> dict[str
         steps.append(batch.decode_s / (args.output - 1))
     size, step, rate = weight_bytes(config, path), statistics.median(steps), statistics.median(rates)
     return {
-        "weights": "bfloat16" if weights == "none" else weights,
+        "weights": ("bfloat16" if weights == "none" else weights) + (f", {mode}" if mode != "balanced" else ""),
         "MB": size / 1e6,
         "read GB/s": rate / 1e9,
         "floor ms": size / rate * 1e3,
@@ -76,8 +80,10 @@ def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=["m155"], help=f"random models: {', '.join(SHAPES)}")
     add_ints(parser, threads=2, prompt=16, output=64, repeats=5)
     args = parser.parse_args()
-    kinds: tuple[Weights, ...] = ("none", "int8", "int4")
-    rows = [{"model": name, **measured(random_llama(name), weights, args)} for name in args.models for weights in kinds]
+    kinds: list[tuple[Weights, Mode]] = [("none", "balanced"), ("int8", "balanced"), ("int4", "balanced")]
+    if TILES in processor_features():  # the mode chooses other kernels
+        kinds += [("int8", "interactivity"), ("int4", "interactivity")]
+    rows = [{"model": name, **measured(random_llama(name), *kind, args)} for name in args.models for kind in kinds]
     report(
         "decode_bandwidth",
         title=f"decode of one stream, {args.threads} threads: medians of {args.repeats}",

@@ -92,6 +92,7 @@ def choose(
     quantized: bool = False,
     invariant: bool = False,
     eager: bool = False,
+    few_rows: bool = False,
 ) -> KernelChoice:
     """Return the first row of the table that fits, with `eager` as wanted.
 
@@ -99,13 +100,15 @@ def choose(
         wanted: "auto" or an implementation
         quantized: most weights are int8 or int4
         invariant: a row must have the same bits in a batch of any size
+        few_rows: most steps have few rows. The products of AVX-512 decode quantised weights in registers, AMX's do not
 
     Raises: LoadError, if there is none.
     """
+    usable = set(features) - ({TILES} if quantized and few_rows else set())
     for choice in TABLE:
         fits = wanted in ("auto", choice.implementation) and (choice.device, choice.dtype) == (device, dtype)
         able = choice.quantized >= quantized and choice.invariant >= invariant
-        if fits and able and set(choice.needs) <= set(features):
+        if fits and able and set(choice.needs) <= usable:
             return replace(choice, eager=eager)
     kind = " with quantised weights" if quantized else ""
     promise = " independently of the batch (--batch-invariant)" if invariant else ""

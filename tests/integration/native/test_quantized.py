@@ -99,8 +99,9 @@ def test_weights_are_in_memory_once(caplog: pytest.LogCaptureFixture) -> None:
         assert line == f"weights: {(layers * bits + table * 8.5) / 8 / 2**20:.1f} MiB in {kinds}"
 
 
-def test_ranks_agree_on_quantisation_and_on_batch_invariance() -> None:
+def test_ranks_agree_on_settings_that_change_sums() -> None:
     settings = [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"batch_invariant": True}]
+    settings.append({"performance_mode": "interactivity"})
     hashes = {NativeRunner(WorkerConfig(model=str(DEMO_MODEL), **some)).identify().model_hash for some in settings}  # type: ignore[arg-type]
     assert len(hashes) == len(settings)
 

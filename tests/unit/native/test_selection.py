@@ -53,6 +53,12 @@ def test_products_of_quantised_weights_and_of_batch_invariance(
     assert choose("auto", "cpu", dtype, features, quantized, invariant).products == products
 
 
+@pytest.mark.parametrize(("quantized", "products"), [(True, "AVX-512, bfloat16"), (False, "AMX, bfloat16")])
+def test_quantised_weights_of_few_requests_are_not_multiplied_with_tiles(quantized: bool, products: str) -> None:
+    choice = choose("auto", "cpu", BF16, (PAIRS, TILES, WIDE), quantized, few_rows=True)
+    assert choice.products == f"our own, {products}"
+
+
 def test_the_reference_does_not_promise_batch_invariance() -> None:
     assert choose("reference", "cpu", BF16, (), quantized=True).implementation == "reference"
     with pytest.raises(LoadError, match="independently of the batch"):

@@ -130,7 +130,8 @@ class KeptModel:
         quantized = quantization != "none" and (quantization is not None or has_blocks(checkpoint, model))
         features = selection.device_features(self._device)
         choice = selection.choose(
-            *(c.kernels, self._device, _dtype(c, model), features), *(quantized, c.batch_invariant, c.enforce_eager)
+            *(c.kernels, self._device, _dtype(c, model), features),
+            *(quantized, c.batch_invariant, c.enforce_eager, c.performance_mode == "interactivity"),
         )
         log.info("%s", choice.describe(features))
         return choice
@@ -212,9 +213,10 @@ class KeptModel:
 
     def _digest(self, path: Path, checkpoint: Checkpoint) -> str:
         """Return the digest of the model and of settings that change its values: all ranks have the same."""
-        quantization = self._config.quantization
-        settings = [quantization] if quantization is not None else []
-        settings += ["batch-invariant"] if self._config.batch_invariant else []
+        c = self._config
+        settings = [c.quantization] if c.quantization is not None else []
+        settings += ["batch-invariant"] if c.batch_invariant else []
+        settings += [c.performance_mode] if c.performance_mode != "balanced" else []
         return model_digest(path, checkpoint, settings)
 
 

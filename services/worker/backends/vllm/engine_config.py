@@ -57,6 +57,7 @@ def create_engine_config(options: EngineOptions, device_arguments: Mapping[str, 
         runner=c.runner,
         hf_overrides=dict(c.hf_overrides),
         enforce_eager=c.enforce_eager,
+        performance_mode=c.performance_mode,
         enable_prefix_caching=False,  # the scheduler has a prefix cache
         # None: except where vLLM itself does so, as for chunked local attention.
         disable_hybrid_kv_cache_manager=None if assignment.max_kv_groups > 1 else True,
