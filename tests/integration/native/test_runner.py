@@ -161,6 +161,7 @@ def test_slot_is_reset_when_it_is_given_away(driver: RunnerDriver) -> None:
     hot = SamplingParams(100, 1.5, top_k=3, seed=9, min_tokens=50, eos_token_ids=tuple(range(100)))
     first = driver.add(PROMPT, hot)
     driver.generate([first], 20)
+    assert min(first.output) >= 100
     expected = driver.add(PROMPT)
     driver.generate([expected], 20)
     driver.finish(first)
