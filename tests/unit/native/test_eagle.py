@@ -92,14 +92,6 @@ def test_rows_together_are_as_alone(setup: EagleSetup) -> None:
     assert drafts == [setup.reference(t, K) for t in (three[:17], one[:22], two[:39])]
 
 
-def test_a_resumed_request_drafts_the_same_in_another_slot(setup: EagleSetup) -> None:
-    tokens = sequence(40)
-    setup.step([(0, tokens, 0, 30)], K)
-    before = setup.step([(0, tokens, 30, 33)], K)
-    setup.proposer.assign(3)
-    assert setup.step([(3, tokens, 0, 33)], K) == before
-
-
 def test_after_a_rest_the_head_reads_what_it_got_since(setup: EagleSetup) -> None:
     tokens, other = sequence(60), sequence(60, 1)
     setup.step([(0, tokens, 0, 30), (2, other, 0, 20)], K)

@@ -220,7 +220,7 @@ def test_a_row_that_was_left_out_is_waited_for() -> None:
     clock = VirtualClock()
     inbox = MaskInbox(2, clock)
     run_ahead(inbox)
-    for step_id in (3, 4):
+    for step_id in (3, 5):
         inbox.prepared(step_id, rows(4, 7))
         began, clock.now = clock.now, clock.now + 10.0
         taken = inbox.poll(step_id, rows(4), Forward(began, clock.now))
@@ -228,6 +228,8 @@ def test_a_row_that_was_left_out_is_waited_for() -> None:
             assert taken == clock.now + 5.0
             clock.now += 5.0
             assert inbox.poll(step_id, rows(4), Forward(began, began + 10.0)) == ([], {4}, clock.now)
+            inbox.put(grammar(4, 7))  # a step without a row of this slot
+            assert inbox.poll(4, rows(7), OVER).parts == [grammar(4, 7)]
     assert taken == math.inf
-    inbox.prepared(5, rows(7))
-    assert inbox.poll(4, rows(4), Forward(began, clock.now)) == ([], {4}, clock.now)
+    inbox.prepared(6, rows(7))
+    assert inbox.poll(5, rows(4), Forward(began, clock.now)) == ([], {4}, clock.now)
