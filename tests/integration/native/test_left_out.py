@@ -131,16 +131,6 @@ def test_every_row_of_a_step_is_left_out(make_family: Callable[[str], Family], s
     assert served.counters["left_out_rows_total"] > 0
 
 
-def test_log_probabilities_are_those_before_the_masks(make_family: Callable[[str], Family]) -> None:
-    """The most likely tokens are those without a grammar, and the sampled one is none of them."""
-    params = SamplingParams(1, 0.0, logprobs=2)
-    both = [ServedRequest(PROMPT, params), ServedRequest(PROMPT, params, structured(2))]
-    free, bound = (scores[len(PROMPT)] for scores in serve(make_family("llama-tied").path, 1, 0, served=both).scores)
-    assert bound.ids[1:] == free.ids[1:]
-    assert bound.values[1:] == pytest.approx(free.values[1:], abs=1e-4)
-    assert bound.ids[0] not in free.ids
-
-
 def test_answers_with_an_eagle_head_are_those_of_depth_one() -> None:
     """The head's own keys and values follow the rows that were left out."""
     wanted, served = serve(DEMO_MODEL, 1, 0), serve(DEMO_MODEL, 2, 1, EAGLE)
