@@ -44,14 +44,6 @@ def taken_later(inbox: MaskInbox, step_id: int, *slots: int) -> tuple[threading.
     return thread, taken
 
 
-def test_masks_that_have_arrived_are_taken_at_once() -> None:
-    inbox = MaskInbox(2)
-    first, second = grammar(1, 4), grammar(1, 7)
-    inbox.put(first)
-    inbox.put(second)
-    assert inbox.take(1, rows(4, 7), OVER).parts == [first, second]
-
-
 def test_a_step_waits_while_nobody_else_could_begin() -> None:
     """The next step has only rows that wait for the same masks."""
     inbox = MaskInbox(2)
