@@ -116,8 +116,10 @@ def test_masks_of_steps_that_are_over_are_not_kept(number: int) -> None:
     for step_id in range(1, number + 1):
         inbox.put(grammar(step_id, 4))
     inbox.take(number, rows(4), OVER)
+    inbox.put(grammar(number, 7))
     inbox.prepared(number + 2, rows(9))
     assert inbox.take(number + 1, rows(4), OVER).parts == []
+    assert not inbox._masks  # noqa: SLF001
 
 
 class MasksOnTheWay(VirtualClock):
