@@ -208,10 +208,11 @@ class Worker:
 def hide_exits() -> None:
     """Print nothing for a SystemExit that `Worker.leave` raises in a finaliser or in a callback of the compiler. Python
     drops the exception, and the worker's loop ends because of its flag."""
+    other = sys.unraisablehook  # that of kernels, if they are imported already
 
     def show(unraisable: "sys.UnraisableHookArgs") -> None:
         if unraisable.exc_type is not SystemExit:
-            sys.__unraisablehook__(unraisable)
+            other(unraisable)
 
     sys.unraisablehook = show
 

@@ -1,5 +1,6 @@
 """Threads that share kernels: every item is computed once, however many threads come, and errors are raised."""
 
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from services.worker.kernels.cpu.compiled import raw
 from services.worker.kernels.cpu.helpers import Helpers, share
 from services.worker.kernels.cpu.recording import Sequence
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, helper_state, set_num_threads, take
+from services.worker.service import hide_exits
 
 BLOCK = arguments(("out", np.int64), ("met", np.int64), ("wanted", np.int64))
 
@@ -61,7 +63,11 @@ def test_helpers_take_part(kernel: Kernel, threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_what_a_kernel_raises_is_raised_once_on_any_thread(kernel: Kernel, threads: int) -> None:
+def test_what_a_kernel_raises_is_raised_once_on_any_thread(
+    kernel: Kernel, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    hide_exits()  # as a worker does that has imported kernels already
     set_num_threads(threads)
     with pytest.raises(ZeroDivisionError) as raised:
         run(kernel, 5000, wanted=threads)
