@@ -13,7 +13,6 @@ from services.worker.kernels.selection import choose, create, processor_features
 from tests.integration.native.gguf_models import random_blocks
 from tests.unit.native.implementations import BF16, F32, make
 
-pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of kernels
 ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 150]
 SHAPES = [(96, 64), (1, 32), (211, 96), (130, 576)]
 CASES = [*((kind, F32) for kind in FORMATS), ("Q4_1", BF16), ("Q6_K", BF16)]
