@@ -50,7 +50,8 @@ class CpuNetwork(NetworkKernels):
 
     @property
     def arithmetic(self) -> str:
-        return f"{super().arithmetic} {self._own}"
+        pairs = " pairs of keys and values" if self._own == TILES else ""
+        return f"{super().arithmetic} {self._own}{pairs}"
 
     def pack(self, weight: Weight, is_table: bool = False) -> Packed:
         if isinstance(weight, QuantizedWeight):
@@ -93,7 +94,7 @@ class CpuNetwork(NetworkKernels):
 
     def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
         """keys[layer]: [blocks, kv_heads, padded head_dim, padded block_size], transposed for the attention kernel;
-        values[layer]: [blocks, kv_heads, block_size, padded head_dim]."""
+        values[layer]: [blocks, kv_heads, block_size, padded head_dim]. In pairs with AMX, see `tile_attention`."""
         layers, heads, dim, size, dtype = shape
         keys = allocate((layers, num_blocks, heads, padded(dim), padded(size)), dtype)
         values = allocate((layers, num_blocks, heads, size, padded(dim)), dtype)
