@@ -5,7 +5,8 @@ inputs, which are multiplied where they lie. Queries and weights are rounded to 
 
 Prompts, drafts and decoded tokens are computed in the same way, in tiles of few rows if there are few. Each sum runs
 over the keys in the order of their positions, sixteen at a time, so the result of a query has the same bits alone, in
-any batch and in a chunk of any size (batch invariance, docs/invariants.md).
+any batch and in a chunk of any size (batch invariance, docs/invariants.md). This holds for finite values: the queries
+of a tile read the values of all its positions, those after their own with weights of zero.
 """
 
 import numpy as np
@@ -85,7 +86,7 @@ def tile_attention_kernel() -> Kernel:
         queries = sums + amx.ROWS * dim * 4
         scores = queries + most_rows * dim * 2
         inverses = scores + score_bytes
-        configured = 0
+        configured, zero = 0, simd.splat(np.float32(0))
         for item in items(address, a.items):
             tile, head = item // a.kv_heads, item % a.kv_heads
             slot, first = np.int64(tiles[tile * 4]), np.int64(tiles[tile * 4 + 1])
@@ -156,10 +157,9 @@ def tile_attention_kernel() -> Kernel:
                     to = ((token + s // group) * a.heads + head * group + s % group) * a.head_dim
                     for d in range(0, a.head_dim, WIDTH):
                         at = sums + ((s - r) * dim + d) * 4
-                        even, odd = (
-                            simd.mul(simd.load_f32x16(at), inverse),
-                            simd.mul(simd.load_f32x16(at + 64), inverse),
-                        )
+                        # A key with a weight of zero may turn a sum of -0 into 0, so 0 is added to all
+                        even = simd.fma(simd.load_f32x16(at), inverse, zero)
+                        odd = simd.fma(simd.load_f32x16(at + 64), inverse, zero)
                         bf16.store_outputs(a.out + (to + d) * 2, a.head_dim - d, even, odd, spare)
         if configured:
             amx.release()
