@@ -17,7 +17,7 @@ class CpuKernels(Kernels):
     def __init__(self, activations: torch.dtype, own: str | None = None, wide: bool = False) -> None:
         self._wide = wide
         self.device, self.network = ComputeDevice(), CpuNetwork(activations, own, wide)
-        self.rows, self.sampling, self.drafting = CpuRows(), CpuSampling(), CpuDrafting()
+        self.rows, self.sampling, self.drafting = CpuRows(own), CpuSampling(), CpuDrafting()
 
     def float32_network(self) -> CpuNetwork:
         return CpuNetwork(torch.float32, wide=self._wide)
