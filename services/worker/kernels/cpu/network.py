@@ -38,10 +38,13 @@ class CpuNetwork(NetworkKernels):
         own: the feature of the processor with which products of bfloat16 activations are computed; None: activations
             are float32
         wide: products of float32 activations use AVX-512
+        few_rows: see `KernelChoice`
     """
 
-    def __init__(self, activations: torch.dtype, own: str | None = None, wide: bool = False) -> None:
-        self.activations, self._own, self._wide = activations, own, wide
+    def __init__(
+        self, activations: torch.dtype, own: str | None = None, wide: bool = False, few_rows: bool = False
+    ) -> None:
+        self.activations, self._own, self._wide, self._few_rows = activations, own, wide, few_rows
         self._launcher = Launcher()
         self._norm, self._most_likely = norm_kernel(activations == torch.bfloat16), most_likely_kernel()
         self._gates: dict[Activation, Kernel] = {}
@@ -51,7 +54,7 @@ class CpuNetwork(NetworkKernels):
     @property
     def arithmetic(self) -> str:
         pairs = " pairs of keys and values" if self._own == TILES else ""
-        return f"{super().arithmetic} {self._own}{pairs}"
+        return f"{super().arithmetic} {self._own}{pairs}{' few rows' if self._few_rows else ''}"
 
     def pack(self, weight: Weight, is_table: bool = False) -> Packed:
         if isinstance(weight, QuantizedWeight):
@@ -86,7 +89,7 @@ class CpuNetwork(NetworkKernels):
         return self._product(embedding.panels, None)
 
     def _product(self, packed: PackedRows, bias: torch.Tensor | None) -> PanelProduct:
-        return PanelProduct(self._launcher, packed, bias, self._own, self._wide)
+        return PanelProduct(self._launcher, packed, bias, self._own, self._wide, self._few_rows)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
         layers, kv_heads, head_dim, block_size, dtype = shape
