@@ -121,7 +121,7 @@ class EngineClient:
         return sorted(set[str].intersection(*known)) if known else []
 
     @property
-    def policies(self) -> set[str]:
+    def scheduling_policies(self) -> set[str]:
         """Scheduling policies of the engines that may get new requests, as far as they are known."""
         fitting = filter(self.engines.fits, self.engines.values())
         return {engine.state.info.get("scheduling_policy", "") for engine in fitting} - {""}

@@ -191,7 +191,7 @@ class Answering:
 
         Raises: APIError, if the model is not served any more, or no engine orders requests by priority
         """
-        if body.priority and self.engine.policies == {"fcfs"}:
+        if body.priority and self.engine.scheduling_policies == {"fcfs"}:
             needs = "priority scheduling is not enabled (--scheduling-policy priority); leave it out"
             raise invalid(f"got priority {body.priority}, but {needs}", "priority")
         tenant, salt = http.state.tenant, body.cache_salt or ""
