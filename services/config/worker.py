@@ -68,7 +68,7 @@ class BackendConfig(ServiceConfig):
     """native: require kernels that compute each row with the same bits whatever other rows are in its step. Those for
     the CPU do so without this; --device cuda and --kernels reference do not."""
     performance_mode: Literal["balanced", "interactivity"] = "balanced"
-    """native: which kernels compute quantised weights on a processor with AMX. balanced: AMX's, for many requests and
+    """native: which products compute quantised weights on a processor with AMX. balanced: AMX's, for many requests and
     long prompts; interactivity: those of AVX-512, with which one to four requests decode faster and prompts take
     longer. vllm: passed on."""
     load_format: str = "auto"

@@ -209,11 +209,12 @@ def hide_exits() -> None:
     """Print nothing for a SystemExit that `Worker.leave` raises in a finaliser or in a callback of the compiler. Python
     drops the exception, and the worker's loop ends because of its flag. Nor for the OSError, of no object, with which
     Python reports a signal that arrived while its handler was replaced: the worker had left already."""
+    other = sys.unraisablehook  # that of kernels, if they are imported already
 
     def show(unraisable: "sys.UnraisableHookArgs") -> None:
         is_late_signal = unraisable.exc_type is OSError and unraisable.object is None
         if unraisable.exc_type is not SystemExit and not is_late_signal:
-            sys.__unraisablehook__(unraisable)
+            other(unraisable)
 
     sys.unraisablehook = show
 

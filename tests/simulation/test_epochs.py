@@ -70,6 +70,17 @@ def test_blocks_of_a_prompt_in_flight_are_not_adopted(depth: int) -> None:
     world.drain()
 
 
+def test_blocks_whose_writer_left_in_flight_are_adopted_when_their_reader_is_confirmed() -> None:
+    world = World(ROOMY, 2)
+    writer = world.add(prompt_of(160), params(9))
+    world.dispatch()
+    world.abort(writer)
+    reader = world.add(prompt_of(160), params(1))
+    world.drain()
+    change_workers(world, keeps=True)
+    assert len(world.epoch.kv.pool.by_hash) == reader.hit // 16 == 9
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_cache_that_was_reset_is_not_adopted(depth: int) -> None:
     world = World(ROOMY, depth)

@@ -96,6 +96,24 @@ def test_a_late_mask_costs_as_many_steps_as_it_is_late(steps: int, depth: int) -
     world.drain()
 
 
+def test_a_row_whose_masks_come_too_late_again_and_again_waits_for_them_before_it_is_planned() -> None:
+    """The workers sample each step before its masks arrive, which come as soon as the result before is applied. The
+    row's next step then has them from the start, and the rows behind are planned ahead again."""
+    world, stream, other = late()
+    world.masks_made()
+    has_row = []
+    for _ in range(6):
+        if world.worker.waits_for_grammar:
+            world.leave_out()
+        world.complete()
+        if world.worker.waits_for_grammar:
+            world.leave_out()
+        world.dispatch()
+        has_row.append(len(world.plans[-1].slots) // 4 == 2)
+    assert has_row == [True, False, True, False, True, True]
+    assert (len(stream.tokens), len(other.tokens)) == (1, 6)
+
+
 def test_nobody_is_left_out_where_nobody_waits() -> None:
     """A step whose successors have only rows that wait for the same masks holds nobody back."""
     world = World(ROOMY, 2, late_masks=True)

@@ -6,6 +6,7 @@ from protocol.block_names import extend_names
 from protocol.codec import pack
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.loading import DROPPED_SECONDS, BlockLoad, LoadTimes
+from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.tier import LoadUnderWay, SimulatedTier
 from tests.simulation.world import World, params
 
@@ -128,6 +129,36 @@ def test_a_running_request_needs_the_blocks_of_a_load(world: World) -> None:
     assert not world.store.loading.under_way
     answer(world, load)
     world.drain()
+
+
+def test_a_lost_epoch_leaves_no_load_and_its_requests_ask_again(world: World) -> None:
+    """Also a load that was not sent, as the connection broke before."""
+    world.load_ahead(names_of([3] * SIZE))
+    stream = world.add(PROMPT, params(2))
+    messages = world.engine.dispatch()
+    next(messages)
+    messages.close()
+    assert len(world.store.loading) == len(world.store.loading.unsent) == 1
+    world.end_epoch()
+    world.start_epoch(LIMITS, ChunkedPolicy())
+    world.dispatch()
+    [load] = world.tier.loads
+    assert len(load.blocks) == 6
+    answer(world, load)
+    world.drain()
+    assert stream.hit == 4 * SIZE
+
+
+def test_a_request_displaces_another_when_its_load_has_ended(world: World) -> None:
+    world.engine._use_priority = True  # noqa: SLF001
+    others = [world.add([3, i], params(6, eos=False), priority=1) for i in range(LIMITS.max_num_seqs)]
+    world.step()
+    stream = world.add(PROMPT, params(2))
+    world.dispatch()
+    assert world.store.counters["num_preemptions"] == 0
+    answer(world, world.tier.loads[0])
+    world.drain()
+    assert (stream.hit, others[-1].finish.num_preemptions) == (4 * SIZE, 1)
 
 
 def test_a_tier_is_asked_for_less_after_two_late_answers_in_a_row() -> None:

@@ -76,9 +76,6 @@ def test_neighbours_of_a_request_that_is_compiled_lose_no_step() -> None:
     assert len(waits.tokens) == 5
 
 
-# -- while a sampling is deferred --------------------------------------------------------------------------------
-
-
 # -- embeddings --------------------------------------------------------------------------------------------------
 
 

@@ -63,7 +63,6 @@ class Lifecycle:
         """Remove the blocks with these names from the prefix cache, and end the loads that would fill such ones
         (dropped block). Return the number of blocks."""
         dropped = set(names)
-        self.store.loading.ahead.clear()
         for load in [*self.store.loading]:
             if not dropped.isdisjoint(load.names):
                 self.epoch.loads.end(load, 0)

@@ -79,8 +79,6 @@ class MaskInbox:
         """Step id -> when the last of them arrived."""
         self._prepared: deque[_Prepared] = deque(maxlen=KEPT_STEPS)
         """The latest prepared steps."""
-        self._sampled = 0
-        """The last step whose masks were taken."""
         self._vain_waits = self._skipped = 0
         """Waits in vain since the last one that was not; steps that do not wait any more."""
         self._left_out: frozenset[int] = frozenset()
@@ -97,12 +95,11 @@ class MaskInbox:
             self._changed.notify()
 
     def put(self, grammar: GrammarOutput) -> None:
-        """Add masks. Those of a step that was sampled are dropped."""
+        """Add masks. Those of a step that was sampled are dropped with the next one."""
         with self._changed:
-            if grammar.step_id > self._sampled:
-                self._masks.setdefault(grammar.step_id, []).append(grammar)
-                self._arrived[grammar.step_id] = self._clock.monotonic()
-                self._changed.notify()
+            self._masks.setdefault(grammar.step_id, []).append(grammar)
+            self._arrived[grammar.step_id] = self._clock.monotonic()
+            self._changed.notify()
 
     def close(self) -> None:
         """End a wait: the epoch is over."""
@@ -133,7 +130,6 @@ class MaskInbox:
 
     def _taken(self, step_id: int, waiting: frozenset[int], forward: Forward, decided: float) -> TakenMasks:
         """Return the masks of a step, and drop those of steps before."""
-        self._sampled = step_id
         left_out = self._missing(step_id, waiting)
         self._left_out = self._left_out - waiting | left_out
         if not left_out:

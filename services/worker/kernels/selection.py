@@ -56,14 +56,18 @@ class KernelChoice:
     """A row of a batch has the same bits in a batch of any size."""
     eager: bool = False
     """Launch kernels one by one on a GPU, where graphs could be recorded."""
+    few_rows: bool = False
+    """Multiply quantised weights with AVX-512, although the processor has AMX: decoded in registers, which is faster
+    with few rows."""
 
     def describe(self, features: Collection[str]) -> str:
         """Return one line for the log. `features`: of the device."""
+        products = f"{self.products}, and quantised weights with AVX-512" if self.few_rows else self.products
         named = features if self.device == "cuda" else [name for name in NAMED if name in features]
         here = ", ".join(named) or "baseline"
         return (
             f"kernels: {self.implementation} ({self.device}: {here}); dtype: {str(self.dtype).removeprefix('torch.')}; "
-            f"products: {self.products}; threads: {self.threads}"
+            f"products: {products}; threads: {self.threads}"
         )
 
 
@@ -94,22 +98,20 @@ def choose(
     eager: bool = False,
     few_rows: bool = False,
 ) -> KernelChoice:
-    """Return the first row of the table that fits, with `eager` as wanted.
+    """Return the first row of the table that fits, with `eager` and, if it has AMX, `few_rows` as wanted.
 
     Args:
         wanted: "auto" or an implementation
         quantized: most weights are int8 or int4
         invariant: a row must have the same bits in a batch of any size
-        few_rows: most steps have few rows. The products of AVX-512 decode quantised weights in registers, AMX's do not
 
     Raises: LoadError, if there is none.
     """
-    usable = set(features) - ({TILES} if quantized and few_rows else set())
     for choice in TABLE:
         fits = wanted in ("auto", choice.implementation) and (choice.device, choice.dtype) == (device, dtype)
         able = choice.quantized >= quantized and choice.invariant >= invariant
-        if fits and able and set(choice.needs) <= usable:
-            return replace(choice, eager=eager)
+        if fits and able and set(choice.needs) <= set(features):
+            return replace(choice, eager=eager, few_rows=few_rows and TILES in choice.needs)
     kind = " with quantised weights" if quantized else ""
     promise = " independently of the batch (--batch-invariant)" if invariant else ""
     remedy = "--kernels auto" if device == "cpu" else "--device cpu"
@@ -129,7 +131,7 @@ def create(choice: KernelChoice) -> Kernels:
 
             own = next((feature for feature in choice.needs if feature in OWN_BFLOAT16), None)
             wide = bool({WIDE, *OWN_BFLOAT16} & {*choice.needs})  # each of them needs AVX-512
-            return CpuKernels(choice.activations, own, wide)
+            return CpuKernels(choice.activations, own, wide, choice.few_rows)
         case _, "reference":
             return Kernels(choice.activations)
 

@@ -35,8 +35,8 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def eagle(threads: int = 1) -> RunnerDriver:
-    speculation = Speculation("eagle", K)
+def eagle(threads: int = 1, k: int = K) -> RunnerDriver:
+    speculation = Speculation("eagle", k)
     driver = RunnerDriver(DEMO_MODEL, block_size=16, dtype="float32", threads=threads, speculation=speculation)
     driver.min_acceptance = 0.2
     return driver
@@ -94,26 +94,28 @@ def test_answers_are_those_without_drafts(
 
 
 @pytest.mark.parametrize(
-    ("chunk", "depth", "threads"), [(1, 1, 1), (5, 2, 1), (7, 3, 1), (5, 1, 3), (7, 2, 2), (5, 3, 3)]
+    ("chunk", "depth", "threads", "k"),
+    [(1, 1, 1, K), (5, 2, 1, 1), (7, 3, 1, K), (5, 1, 3, K), (7, 2, 2, 1), (5, 3, 3, K)],
 )
-def test_chunks_depth_and_threads_change_no_draft(
+def test_chunks_depth_threads_and_number_of_drafts_change_no_draft(
     first: tuple[RunnerDriver, list[DrivenRequest], Drafted],
     plain: list[DrivenRequest],
     monkeypatch: pytest.MonkeyPatch,
     chunk: int,
     depth: int,
     threads: int,
+    k: int,
 ) -> None:
     """Equal acceptance: from a prompt in chunks the head computes the same as from a whole one (prompt chunks)."""
     monkeypatch.setattr(product, "WORTH", 1)  # small products are shared too
-    driver = eagle(threads=threads)
+    driver = eagle(threads, k)
     proposed = record(driver, monkeypatch)
     requests = [driver.add(prompt) for prompt in prompts()]
     driver.generate(requests, TOKENS, chunk, depth)
     assert_equal(requests, plain)
     same = [key for key in proposed if key in first[2]]
     assert len(same) > 60
-    assert [proposed[key] for key in same] == [first[2][key] for key in same]
+    assert [proposed[key] for key in same] == [first[2][key][:k] for key in same]
 
 
 def test_preempted_requests_draft_on_as_before(
@@ -124,10 +126,12 @@ def test_preempted_requests_draft_on_as_before(
     driver = eagle()
     requests = [driver.add(prompt) for prompt in prompts()]
     driver.generate(requests, 12)
-    driver.promised_drafts.clear()
+    # Each gets the slot of another one, and the blocks of several
+    driver.free_slots = [request.slot for request in requests[1:] + requests[:1]]
+    driver.free_blocks += [block for request in requests for block in request.blocks]
     again = [driver.preempt(request) for request in requests]
     proposed = record(driver, monkeypatch)
-    driver.generate(again, TOKENS, chunk=9)
+    driver.generate(again, TOKENS)
     assert_equal(again, plain)
     slots = {new.slot: old.slot for new, old in zip(again, first[1], strict=True)}
     same = [(slot, end) for slot, end in proposed if (slots[slot], end) in first[2]]

@@ -24,6 +24,7 @@ CASES = {
     "bias": {"logit_bias": ((7, 4.0), (210, 3.0), (0, 3.0))},
     "allowed": {"allowed_token_ids": i32(0, 3, 50, 99, 210)},
     "bad words": {"bad_words": ((7,), (210, 0))},
+    "min tokens": {"min_tokens": 6, "stop_token_ids": tuple(range(0, 211, 2))},
     "logprobs": {"logprobs": 3},
     "prompt logprobs": {"prompt_logprobs": 2},
 }

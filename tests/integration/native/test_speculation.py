@@ -326,18 +326,6 @@ def test_masks_hold_at_every_draft(llama: Family, params: SamplingParams) -> Non
 # -- what the device refuses and never does ----------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("scripted")
-def test_row_planned_before_its_position_is_refused(llama: Family) -> None:
-    """The device's position is the true one; a plan may only be ahead of it (position bound)."""
-    driver = RunnerDriver(llama.path, speculation=Speculation("scripted", 3))
-    request = driver.add(prompts()[0])
-    script(driver).answers[request.slot] = prompts()[0] + [1] * 40
-    driver.generate([request], 4)
-    driver.epoch.drafts.slots.frontier[request.slot] += 1
-    with pytest.raises(PlanError, match=f"slot {request.slot}: planned from .* on, but it is at"):
-        driver.step([(request, 1)])
-
-
 def test_drafts_without_speculation_are_refused(llama: Family) -> None:
     driver = RunnerDriver(llama.path)
     request = driver.add(prompts()[0])

@@ -161,3 +161,6 @@ def test_other_ranks_get_the_outcome() -> None:
     assert torch.equal(got.ids, ids)
     assert got.counts.tolist() == [2, 1, 3]
     assert got.drafts.tolist() == sent.drafts.tolist()
+    of_others = got.select(np.array([False, True, True]))
+    assert (of_others.ids.tolist(), of_others.counts.tolist()) == ([6, 7, 0, 1], [1, 3])
+    assert of_others.drafts.tolist() == sent.drafts[1:].tolist()

@@ -18,6 +18,9 @@ CASES = [
     AttentionCase(3, 3, 16, 1, normed=True),
     AttentionCase(6, 2, 20, 16, all_heads=True, turns=False),
     AttentionCase(8, 2, 64, 16, window=19, sinks=True),
+    AttentionCase(9, 3, 96, 48),
+    AttentionCase(24, 1, 24, 16, window=23, turns=False),
+    AttentionCase(3, 3, 26, 32, normed=True),
 ]
 KINDS = [(F32, F32), (F32, BF16), (BF16, BF16)]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)

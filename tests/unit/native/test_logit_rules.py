@@ -327,6 +327,8 @@ def test_logprobs_are_of_the_raw_logits(new_batch: NewBatch) -> None:
     assert result.ids[5] == LAST
     assert rows.token_ranks[1] > 1
     assert rows.token_ids[-5:-2].tolist() == [10, 20, 130]
+    _, masked = batch.sample([5], logits[5:6], grammar)  # nothing else changes a row of this step
+    assert scores_of(masked).values.tolist() == rows.values[-12:-6].tolist()
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 16, 64, 65, 1000])

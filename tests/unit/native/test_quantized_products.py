@@ -9,11 +9,10 @@ from services.worker.backends.native.memory import BITS
 from services.worker.kernels.cpu.compiled.block_formats import FORMATS
 from services.worker.kernels.interface.network import NetworkKernels
 from services.worker.kernels.quantized_weight import QuantizedWeight, stacked
-from services.worker.kernels.selection import choose, create, processor_features
+from services.worker.kernels.selection import TILES, choose, create, processor_features
 from tests.integration.native.gguf_models import random_blocks
 from tests.unit.native.implementations import BF16, F32, make
 
-pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of kernels
 ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 150]
 SHAPES = [(96, 64), (1, 32), (211, 96), (130, 576)]
 CASES = [*((kind, F32) for kind in FORMATS), ("Q4_1", BF16), ("Q6_K", BF16)]
@@ -97,6 +96,14 @@ def test_a_stack_of_several_formats_keeps_each_of_them() -> None:
     assert_equals_the_reference(network, coded, torch.randn(coded.shape[0]))
     apart = sum(network.linear(each).num_bytes for each in (stacked([one, two]), three))
     assert network.linear(coded).num_bytes == apart
+
+
+@pytest.mark.skipif(TILES not in processor_features(), reason="other processors have one kind of products")
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q6_K"])
+def test_with_amx_there_are_products_for_few_rows(kind: str) -> None:
+    network = create(choose("compiled", "cpu", BF16, processor_features(), few_rows=True)).network
+    for coded, bias in cases(kind):
+        assert_equals_the_reference(network, coded, bias)
 
 
 @each_dtype

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,10 +54,13 @@ def test_products_of_quantised_weights_and_of_batch_invariance(
     assert choose("auto", "cpu", dtype, features, quantized, invariant).products == products
 
 
-@pytest.mark.parametrize(("quantized", "products"), [(True, "AVX-512, bfloat16"), (False, "AMX, bfloat16")])
-def test_quantised_weights_of_few_requests_are_not_multiplied_with_tiles(quantized: bool, products: str) -> None:
-    choice = choose("auto", "cpu", BF16, (PAIRS, TILES, WIDE), quantized, few_rows=True)
-    assert choice.products == f"our own, {products}"
+@pytest.mark.parametrize("features", [(PAIRS, TILES, WIDE), (PAIRS, WIDE)])
+def test_few_rows_change_the_products_of_amx(features: tuple[str, ...]) -> None:
+    plain, few = (choose("auto", "cpu", BF16, features, few_rows=few_rows) for few_rows in (False, True))
+    are_tiles = TILES in features
+    assert (few == replace(plain, few_rows=True)) == are_tiles == (few != plain)
+    assert ("quantised weights with AVX-512" in few.describe(features)) == are_tiles
+    assert (create(few).network.arithmetic != create(plain).network.arithmetic) == are_tiles
 
 
 def test_the_reference_does_not_promise_batch_invariance() -> None:

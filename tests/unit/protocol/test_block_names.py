@@ -3,6 +3,7 @@ from hashlib import sha256
 import numpy as np
 
 from protocol.block_names import extend_names
+from protocol.media import MediaItem, contents
 
 
 def names_of(tokens: list[int], salt: str = "", block_size: int = 4) -> list[bytes]:
@@ -24,3 +25,11 @@ def test_a_partial_block_has_no_name_until_it_is_full():
     assert len(names) == 1
     extend_names(names, "", np.array([5, 6, 7, 8], np.int32).tobytes(), 4)
     assert names == names_of([1, 2, 3, 4, 5, 6, 7, 8])
+
+
+def test_a_block_of_a_file_is_named_by_the_file_and_its_place():
+    """Equal tokens may be those of any file, or text."""
+    items = [MediaItem(0, 6, "a"), MediaItem(2, 6, "a"), MediaItem(0, 5, "a"), MediaItem(0, 6, "b")]
+    assert len({contents(each, 4, 8) for each in ([item] for item in items)} | {contents(items[:0], 4, 8)}) == 5
+    assert contents(items, 6, 8) == contents([items[1]], 6, 8)
+    assert contents(items[1:2], 0, 2) == b""

@@ -230,27 +230,17 @@ def scored(slot: int, position: int = 3, value: float = -1.0, rank: int = 1) -> 
     return LogprobRows(one * slot, one * position, one, one * rank, one * 5, np.array([value], np.float32)).to_message()
 
 
-def test_log_probabilities_carry_the_numbers_of_requests() -> None:
-    core = engine(1)
-    core.add(7, generate(number=3_000_000_000, logprobs=0))
-    (plan,) = core.dispatch()
-    core.on_result(result_of(plan, 5, logprobs=scored(0)))
-    ((frontend, message),) = core.take_outputs()
-    assert frontend == 7
-    assert unpack(message.logprobs.owners, np.uint32).tolist() == [3_000_000_000]
-    assert unpack(message.logprobs.positions).tolist() == [3]
-
-
-def test_each_frontend_gets_its_own() -> None:
-    core = engine(1)
+def test_log_probabilities_go_to_their_frontends_with_the_numbers_of_requests() -> None:
+    core, first = engine(1), 3_000_000_000
     for frontend in (3, 4):
-        core.add(frontend, generate(number=frontend, logprobs=0))
+        core.add(frontend, generate(number=first + frontend, logprobs=0))
     (plan,) = core.dispatch()
     rows = LogprobRows.concatenate([LogprobRows.from_message(scored(slot)) for slot in (0, 1, 0)])  # type: ignore[arg-type]
     core.on_result(result_of(plan, (5, 5), logprobs=rows.to_message()))
     got = {frontend: message.logprobs for frontend, message in core.take_outputs()}
     owners = {frontend: unpack(rows.owners, np.uint32).tolist() for frontend, rows in got.items() if rows}
-    assert owners == {3: [3, 3], 4: [4]}
+    assert owners == {3: [first + 3] * 2, 4: [first + 4]}
+    assert unpack(got[4].positions).tolist() == [3]
 
 
 @pytest.mark.parametrize(

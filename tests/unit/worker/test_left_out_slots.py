@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.codec import ProtocolError, pack
+from protocol.codec import pack
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
 from services.worker.batch.slots import PlanError, SlotTable
@@ -10,12 +10,12 @@ from services.worker.batch.slots import PlanError, SlotTable
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
-def plan(start: int, count: int = 1, drafts: int = 0, new: bool = False, masked: int = 0) -> SchedulerOutput:
-    """Return a plan with one row of slot 0, which samples with masks for the slot `masked`."""
+def plan(start: int, count: int = 1, drafts: int = 0, new: bool = False) -> SchedulerOutput:
+    """Return a plan with one row of slot 0, which samples with masks."""
     request = NewRequest(0, 1, pack([3] * 6), 6, pack([0, 1, 2, 3]), GREEDY)
     return SchedulerOutput(
         1, 1, pack([0]), pack([1]), pack([start]), pack([count]), b"\1", [request] if new else [],
-        drafts=pack([drafts]) if drafts else b"", masked=pack([masked]),
+        drafts=pack([drafts]) if drafts else b"", masked=pack([0]),
     )  # fmt: skip
 
 
@@ -52,8 +52,3 @@ def test_drafts_of_a_left_out_row_are_taken_back() -> None:
 def test_a_runner_that_leaves_no_row_out_refuses_lower_positions() -> None:
     with pytest.raises(PlanError):
         launched(leaves_rows_out=False).apply(plan(7))
-
-
-def test_masks_for_a_slot_without_a_row_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="masks for a slot without a row that samples"):
-        SlotTable(2, 4, 8, 16).apply(plan(0, 6, new=True, masked=1))

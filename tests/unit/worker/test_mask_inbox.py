@@ -44,14 +44,6 @@ def taken_later(inbox: MaskInbox, step_id: int, *slots: int) -> tuple[threading.
     return thread, taken
 
 
-def test_masks_that_have_arrived_are_taken_at_once() -> None:
-    inbox = MaskInbox(2)
-    first, second = grammar(1, 4), grammar(1, 7)
-    inbox.put(first)
-    inbox.put(second)
-    assert inbox.take(1, rows(4, 7), OVER).parts == [first, second]
-
-
 def test_a_step_waits_while_nobody_else_could_begin() -> None:
     """The next step has only rows that wait for the same masks."""
     inbox = MaskInbox(2)
@@ -124,8 +116,10 @@ def test_masks_of_steps_that_are_over_are_not_kept(number: int) -> None:
     for step_id in range(1, number + 1):
         inbox.put(grammar(step_id, 4))
     inbox.take(number, rows(4), OVER)
+    inbox.put(grammar(number, 7))
     inbox.prepared(number + 2, rows(9))
     assert inbox.take(number + 1, rows(4), OVER).parts == []
+    assert not inbox._masks  # noqa: SLF001
 
 
 class MasksOnTheWay(VirtualClock):
@@ -220,7 +214,7 @@ def test_a_row_that_was_left_out_is_waited_for() -> None:
     clock = VirtualClock()
     inbox = MaskInbox(2, clock)
     run_ahead(inbox)
-    for step_id in (3, 4):
+    for step_id in (3, 5):
         inbox.prepared(step_id, rows(4, 7))
         began, clock.now = clock.now, clock.now + 10.0
         taken = inbox.poll(step_id, rows(4), Forward(began, clock.now))
@@ -228,6 +222,8 @@ def test_a_row_that_was_left_out_is_waited_for() -> None:
             assert taken == clock.now + 5.0
             clock.now += 5.0
             assert inbox.poll(step_id, rows(4), Forward(began, began + 10.0)) == ([], {4}, clock.now)
+            inbox.put(grammar(4, 7))  # a step without a row of this slot
+            assert inbox.poll(4, rows(7), OVER).parts == [grammar(4, 7)]
     assert taken == math.inf
-    inbox.prepared(5, rows(7))
-    assert inbox.poll(4, rows(4), Forward(began, clock.now)) == ([], {4}, clock.now)
+    inbox.prepared(6, rows(7))
+    assert inbox.poll(5, rows(4), Forward(began, clock.now)) == ([], {4}, clock.now)

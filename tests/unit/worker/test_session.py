@@ -4,7 +4,7 @@ import pytest
 
 from protocol.codec import ProtocolError
 from protocol.membership import Assignment, EndEpoch, InitializeCache, Ping, Shutdown
-from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault
+from protocol.steps import GrammarOutput, LoadBlocks, ReleaseSlots, SchedulerOutput, StepFault
 from services.worker.session import Phase, Session
 
 ASSIGNMENT = Assignment(3, 0, 1, 16, 8, 64)
@@ -41,12 +41,6 @@ def test_a_gap_is_a_fault_that_names_both_steps(session: Session) -> None:
     assert session.phase is Phase.FAILED
 
 
-@pytest.mark.parametrize("message", [plan(1, epoch=2), grammar(1, epoch=4), ReleaseSlots(2, b"")])
-def test_a_message_of_another_epoch_is_ignored(session: Session, message) -> None:  # type: ignore[no-untyped-def]
-    assert session.on(message) is None
-    assert (session.phase, session.last_step) == (Phase.SERVING, 0)
-
-
 @pytest.mark.parametrize("can_leave_rows_out", [False, True])
 def test_a_step_that_arrives_before_the_masks_of_the_last_one_is_a_fault(can_leave_rows_out: bool) -> None:
     session = serving(InitializeCache(10, 64, whole_steps=can_leave_rows_out))
@@ -55,13 +49,6 @@ def test_a_step_that_arrives_before_the_masks_of_the_last_one_is_a_fault(can_lea
         session.on(plan(step_id, grammar=True))
         assert session.on(grammar(1)) == grammar(1)
     assert session.on(plan(3)) == StepFault(3, 3, "step 3 arrived before the masks of step 2")
-
-
-def test_a_shutdown_is_allowed_before_and_while_serving(session: Session) -> None:
-    for leaving in (Session(), session):
-        assert leaving.on(Shutdown("enough")) == Shutdown("enough")
-        assert leaving.phase is Phase.LEAVING
-        assert leaving.on(plan(1)) is None
 
 
 def test_loaded_and_ready_are_refused_in_other_phases(session: Session) -> None:
@@ -95,7 +82,7 @@ def in_phase(phase: Phase) -> Session:
 def test_the_end_of_an_epoch_leads_from_every_phase_to_the_next_epoch(phase: Phase) -> None:
     session = in_phase(phase)
     if phase is Phase.SERVING:
-        session.on(plan(1))
+        session.on(plan(1, grammar=True))  # its masks never come
     end = EndEpoch(3, "a rank was lost")
     assert session.on(end) is end
     assert session.phase is Phase.REGISTERED
@@ -166,6 +153,13 @@ def test_effect_of_each_message_in_each_phase(phase: Phase, name: str) -> None:
         return
     assert action == (None if effect is IGNORED else message)
     assert effect is USED or vars(session) == before
+
+
+def test_a_load_that_is_repeated_or_behind_its_step_is_ignored(session: Session) -> None:
+    """Its blocks may have been given away since."""
+    session.on(plan(1))
+    loads = [LoadBlocks(3, next_step, ticket, b"", b"") for next_step, ticket in ((2, 1), (2, 1), (1, 2), (2, 3))]
+    assert [session.on(load) for load in loads] == [loads[0], None, None, loads[3]]
 
 
 def test_masks_come_at_any_time_behind_their_plan(session: Session) -> None:

@@ -49,16 +49,18 @@ KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
     (float32_rows_kernel, [(WIDE in FEATURES, half) for half in (False, True)]),
     (norm_kernel, HALVES),
     (gate_kernel, HALVES),
-    (write_kernel, CACHES),
+    (write_kernel, [*CACHES, *([(True, True, True)] if TILES in FEATURES else [])]),
     (copy_kernel, [(False,), (True,)]),
     (choose_kernel, [(1,)]),
     *((kernel, [()]) for kernel in SINGLE),
 ]
 """Each kernel with the arguments of its variants."""
 if TILES in FEATURES:
+    from services.worker.kernels.cpu.compiled.tile_attention import tile_attention_kernel
     from services.worker.kernels.cpu.compiled.tile_product import decoder, tile_product_kernel
 
     KERNELS.insert(0, (tile_product_kernel, [(False, 1), (True, 1)]))
+    KERNELS.insert(1, (tile_attention_kernel, [()]))
     KERNELS.extend((decoder, [(KINDS.index(name),)]) for name in COMMON)
 elif PAIRS in FEATURES:
     from services.worker.kernels.cpu.compiled.pair_product import pair_product_kernel

@@ -12,12 +12,14 @@ from services.worker.kernels.interface.kernels import Kernels
 
 
 class CpuKernels(Kernels):
-    """`activations`: of the model's products; `own`, `wide`: see `CpuNetwork`."""
+    """`activations`: of the model's products; `own`, `wide`, `few_rows`: see `CpuNetwork`."""
 
-    def __init__(self, activations: torch.dtype, own: str | None = None, wide: bool = False) -> None:
+    def __init__(
+        self, activations: torch.dtype, own: str | None = None, wide: bool = False, few_rows: bool = False
+    ) -> None:
         self._wide = wide
-        self.device, self.network = ComputeDevice(), CpuNetwork(activations, own, wide)
-        self.rows, self.sampling, self.drafting = CpuRows(), CpuSampling(), CpuDrafting()
+        self.device, self.network = ComputeDevice(), CpuNetwork(activations, own, wide, few_rows)
+        self.rows, self.sampling, self.drafting = CpuRows(own), CpuSampling(), CpuDrafting()
 
     def float32_network(self) -> CpuNetwork:
         return CpuNetwork(torch.float32, wide=self._wide)

@@ -12,6 +12,7 @@ from services.worker.kernels.cpu.compiled.most_likely import most_likely_kernel
 from services.worker.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
 from services.worker.kernels.cpu.compiled.quantized import float32_rows_kernel, rows_kernel
 from services.worker.kernels.cpu.compiled.rotary import rotary_kernel
+from services.worker.kernels.cpu.compiled.tile_attention import KEYS, WIDTH, tile_attention_kernel
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.panels import PAIRED, PanelEmbedding, coded_panels, paired_panels
 from services.worker.kernels.cpu.products import FLOAT32, PanelProduct, StackedProduct, float32_panels
@@ -26,6 +27,7 @@ from services.worker.kernels.interface.routing import Routed, RoutingKernels
 from services.worker.kernels.layout import kv_block_bytes, padded
 from services.worker.kernels.packed_weight import Packed, PackedRows
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
+from services.worker.kernels.selection import TILES
 
 T = TypeVar("T")
 
@@ -36,10 +38,13 @@ class CpuNetwork(NetworkKernels):
         own: the feature of the processor with which products of bfloat16 activations are computed; None: activations
             are float32
         wide: products of float32 activations use AVX-512
+        few_rows: see `KernelChoice`
     """
 
-    def __init__(self, activations: torch.dtype, own: str | None = None, wide: bool = False) -> None:
-        self.activations, self._own, self._wide = activations, own, wide
+    def __init__(
+        self, activations: torch.dtype, own: str | None = None, wide: bool = False, few_rows: bool = False
+    ) -> None:
+        self.activations, self._own, self._wide, self._few_rows = activations, own, wide, few_rows
         self._launcher = Launcher()
         self._norm, self._most_likely = norm_kernel(activations == torch.bfloat16), most_likely_kernel()
         self._gates: dict[Activation, Kernel] = {}
@@ -48,7 +53,8 @@ class CpuNetwork(NetworkKernels):
 
     @property
     def arithmetic(self) -> str:
-        return f"{super().arithmetic} {self._own}"
+        pairs = " pairs of keys and values" if self._own == TILES else ""
+        return f"{super().arithmetic} {self._own}{pairs}{' few rows' if self._few_rows else ''}"
 
     def pack(self, weight: Weight, is_table: bool = False) -> Packed:
         if isinstance(weight, QuantizedWeight):
@@ -83,7 +89,7 @@ class CpuNetwork(NetworkKernels):
         return self._product(embedding.panels, None)
 
     def _product(self, packed: PackedRows, bias: torch.Tensor | None) -> PanelProduct:
-        return PanelProduct(self._launcher, packed, bias, self._own, self._wide)
+        return PanelProduct(self._launcher, packed, bias, self._own, self._wide, self._few_rows)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
         layers, kv_heads, head_dim, block_size, dtype = shape
@@ -91,14 +97,18 @@ class CpuNetwork(NetworkKernels):
 
     def kv_cache(self, shape: CacheShape, num_blocks: int, allocate: Allocate = own_memory) -> KVCache:
         """keys[layer]: [blocks, kv_heads, padded head_dim, padded block_size], transposed for the attention kernel;
-        values[layer]: [blocks, kv_heads, block_size, padded head_dim]."""
+        values[layer]: [blocks, kv_heads, block_size, padded head_dim]. In pairs with AMX, see `tile_attention`."""
         layers, heads, dim, size, dtype = shape
         keys = allocate((layers, num_blocks, heads, padded(dim), padded(size)), dtype)
         values = allocate((layers, num_blocks, heads, size, padded(dim)), dtype)
         return KVCache(shape, keys, values)
 
     def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
-        return CpuAttention(self._launcher, self.activations, shape, cache, table, most_tokens)
+        kinds = self.activations == torch.bfloat16, cache.shape.dtype == torch.bfloat16
+        dim, size = padded(cache.shape.head_dim), cache.shape.block_size
+        in_tiles = self._own == TILES and all(kinds) and dim % WIDTH == size % KEYS == 0
+        attend = tile_attention_kernel() if in_tiles else attention_kernel(*kinds)
+        return CpuAttention(self._launcher, write_kernel(*kinds, in_tiles), attend, shape, cache, table, most_tokens)
 
     def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
         self._copied(index, source, index.data_ptr(), out, adds=False, factor=1.0)
@@ -167,14 +177,14 @@ class CpuAttention(Attention):
     def __init__(
         self,
         launcher: Launcher,
-        activations: torch.dtype,
+        write: Kernel,
+        attend: Kernel,
         shape: AttentionShape,
         cache: KVCache,
         table: torch.Tensor,
         most_tokens: int,
     ) -> None:
-        kinds = activations == torch.bfloat16, cache.shape.dtype == torch.bfloat16
-        self._rotary, self._write, self._attend = (rotary_kernel(), write_kernel(*kinds), attention_kernel(*kinds))
+        self._rotary, self._write, self._attend = rotary_kernel(), write, attend
         super().__init__(shape, cache, table)
         self._launcher = launcher
         dim, block_size = cache.shape.head_dim, cache.shape.block_size

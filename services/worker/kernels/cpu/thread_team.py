@@ -87,6 +87,23 @@ def compiled(body: Callable[[int], None]) -> Any:
     return _compiled[key]
 
 
+_failures: list[BaseException] = []
+"""Errors that kernels have raised and `Kernel` has not. A C function cannot raise: numba passes its errors to the hook,
+on the thread that ran it, and its caller continues with wrong results."""
+_other_hook = sys.unraisablehook
+
+
+def _collect(unraisable: "sys.UnraisableHookArgs") -> None:
+    error = unraisable.exc_value
+    if error is not None and str(unraisable.object).startswith("<numba."):
+        _failures.append(error)
+    else:
+        _other_hook(unraisable)
+
+
+sys.unraisablehook = _collect
+
+
 class Kernel:
     """A compiled kernel and its argument block. For one calling thread.
 
@@ -121,17 +138,30 @@ class Kernel:
         return self.address + int(offset)
 
     def call(self) -> None:
-        """Run on the calling thread with the present argument block."""
+        """Run on the calling thread with the present argument block. Raises: what a kernel has raised"""
         self._call(self.address)
+        if _failures:
+            raise self._failure()
 
     def fill(self, values: tuple[Any, ...], items: int = 0) -> None:
         """Set the argument block to the values of the fields, in order."""
         self._block[0] = (0, items, *values)
 
     def run(self, items: int, values: tuple[Any, ...], work: int = 0) -> None:
-        """Run over `items` items with the values of the fields, in order. `work`: the amount of work; 0: the items."""
+        """Run over `items` items with the values of the fields, in order. `work`: the amount of work; 0: the items.
+
+        Raises: what a kernel has raised
+        """
         self.fill(values, items)
         if (work or items) >= 2 * self.cost and (state := helper_state()):
             share(self.function, self.address, state)
         else:
             self._call(self.address)
+        if _failures:
+            raise self._failure()
+
+    def _failure(self) -> BaseException:
+        error = _failures[0]
+        _failures.clear()
+        error.add_note(f"raised in {self._compiled}, or in a kernel that it ran")
+        return error

@@ -1,5 +1,6 @@
-"""Threads that share kernels: every item is computed once, however many threads come."""
+"""Threads that share kernels: every item is computed once, however many threads come, and errors are raised."""
 
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -9,20 +10,22 @@ from numba import carray
 
 from services.worker.kernels.cpu.compiled import raw
 from services.worker.kernels.cpu.helpers import Helpers, share
+from services.worker.kernels.cpu.recording import Sequence
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, helper_state, set_num_threads, take
+from services.worker.service import hide_exits
 
 BLOCK = arguments(("out", np.int64), ("met", np.int64), ("wanted", np.int64))
 
 
 def count(address):  # type: ignore[no-untyped-def]
-    """Adds one to each item's number, then waits until so many items were begun as are `wanted`."""
+    """Adds one to each item's number, then waits until so many items were begun as are `wanted`. Item 4999 fails."""
     a = carray(raw.pointer(address), 1, BLOCK)[0]
     while True:
         item = take(address)
         if item >= a.items:
             break
         raw.i64_at(a.out + item * 8, 1)[0] += 1
-        raw.fetch_add(a.met, 1)
+        raw.fetch_add(a.met, 1 + 0 // (item - 4999))
         while raw.load_i64(a.met) < a.wanted:
             pass
 
@@ -57,6 +60,24 @@ def test_helpers_take_part(kernel: Kernel, threads: int) -> None:
     set_num_threads(threads)
     for _ in range(20):
         assert run(kernel, threads, wanted=threads) == [1] * threads
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_a_kernel_raises_is_raised_once_on_any_thread(
+    kernel: Kernel, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    hide_exits()  # as a worker does that has imported kernels already
+    set_num_threads(threads)
+    with pytest.raises(ZeroDivisionError) as raised:
+        run(kernel, 5000, wanted=threads)
+    assert raised.value.__notes__ == ["raised in <Numba C callback 'count'>, or in a kernel that it ran"]
+    assert run(kernel, 9) == [1] * 9
+    sequence, rows, out, met = Sequence(), np.ones(1, np.int64), np.zeros(5000, np.int64), np.zeros(1, np.int64)
+    kernel.fill((out.ctypes.data, met.ctypes.data, 0))
+    sequence.add(kernel, rows, items=5000, chunk=1, rows_field=0)
+    with pytest.raises(ZeroDivisionError):
+        sequence.run()
 
 
 def test_a_kernel_does_not_wait_for_absent_helpers(kernel: Kernel) -> None:

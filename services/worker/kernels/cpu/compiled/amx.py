@@ -52,15 +52,21 @@ multiply_0, multiply_1, multiply_2, multiply_3 = (
     _on_tiles(f"tdpbf16ps %tmm{6 + n % 2}, %tmm{4 + n // 2}, %tmm{n}") for n in range(4)
 )
 """Tile n of sums += activations of tile 4 + n // 2 times weights of tile 6 + n % 2."""
+multiply_short_0, multiply_short_1 = (_on_tiles(f"tdpbf16ps %tmm{2 + n}, %tmm5, %tmm{n}") for n in range(2))
+"""Tile n of sums += activations of tile 5 times weights of tile 2 + n, where both have sixteen inputs."""
 
 
 @njit(inline="always")
-def configure(memory, rows):  # type: ignore[no-untyped-def]
-    """Configure sums and activations with `rows` rows, weights with 16. `memory`: 64 bytes to write to."""
+def configure(memory, rows, short=False):  # type: ignore[no-untyped-def]
+    """Configure sums and activations with `rows` rows, weights with 16. `memory`: 64 bytes to write to. `short`: tiles
+    2, 3 and 5 are for `multiply_short_0` and `multiply_short_1`."""
     configuration = carray(raw.pointer(memory), (64,), np.uint8)
     configuration[:] = 0
     configuration[0] = 1
     for tile in range(8):
         configuration[16 + 2 * tile] = 64
         configuration[48 + tile] = np.uint8(rows if tile < 6 else ROWS)
+    if short:
+        configuration[16 + 2 * 5] = 32
+        configuration[48 + 2] = configuration[48 + 3] = 8
     _load_configuration(memory)

@@ -64,8 +64,13 @@ ATTEND = arguments(
 )
 
 
-def write_kernel(half: bool, half_cache: bool) -> Kernel:
-    """Normalise and rotate queries and keys; write keys and values to the cache. One item is one token."""
+def write_kernel(half: bool, half_cache: bool, paired: bool = False) -> Kernel:
+    """Normalise and rotate queries and keys; write keys and values to the cache. One item is one token.
+
+    Args:
+        paired: the layout of the cache is that of `tile_attention`
+    """
+    PAIR = 2 if paired else 1
     HALF, SIZE, CHALF, CSIZE = int(half), 2 if half else 4, int(half_cache), 2 if half_cache else 4
 
     def write(address):  # type: ignore[no-untyped-def]
@@ -92,9 +97,10 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
                     plain[d] = simd.load1(source + d * SIZE, HALF)
                 if head >= a.heads + a.kv_heads:
                     h = head - a.heads - a.kv_heads
-                    target = a.values + (((block * a.kv_heads + h) * a.block_size + offset) * dim) * CSIZE
+                    row = (block * a.kv_heads + h) * a.block_size + offset - offset % PAIR
+                    target = a.values + (row * dim + offset % PAIR) * CSIZE
                     for d in range(dim):
-                        simd.store1(target + d * CSIZE, plain[d], CHALF)
+                        simd.store1(target + d * PAIR * CSIZE, plain[d], CHALF)
                     continue
                 weight = a.q_norm if head < a.heads else a.k_norm
                 if weight != 0:
@@ -116,16 +122,16 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
                         simd.store_f32(target + d * 4, turned[d] * a.scale)
                 else:
                     h = head - a.heads
-                    target = a.keys + ((block * a.kv_heads + h) * dim * a.lanes + offset) * CSIZE
+                    target = a.keys + ((block * a.kv_heads + h) * dim * a.lanes + offset * PAIR) * CSIZE
                     for d in range(dim):
-                        simd.store1(target + d * a.lanes * CSIZE, turned[d], CHALF)
+                        simd.store1(target + ((d - d % PAIR) * a.lanes + d % PAIR) * CSIZE, turned[d], CHALF)
         raw.release(start)
 
     return Kernel(write, WRITE, cost=8)
 
 
 @njit(inline="always")
-def _blocks(first, count, window, block_size):  # type: ignore[no-untyped-def]
+def blocks_read(first, count, window, block_size):  # type: ignore[no-untyped-def]
     """Return the blocks that `count` queries from position `first` on read: the first one, and one after the last."""
     begin = max(0, first - window + 1) // block_size if window else 0
     return begin, (first + count - 1) // block_size + 1
@@ -261,7 +267,7 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
         most = 0
         for tile in range(a.items // a.kv_heads):
             first, count = np.int64(tiles[tile * 4 + 1]), np.int64(tiles[tile * 4 + 3])
-            begin, end = _blocks(first, count, a.window, block_size)
+            begin, end = blocks_read(first, count, a.window, block_size)
             most = max(most, count * group * (end - begin) * lanes)
         scores = raw.allocate((most + 16 + 4 * 64 + 4) * 4)
         spare = scores + most * 4
@@ -274,7 +280,7 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
             table = a.table + slot * a.stride * 4
             # row r of the tile is head r % group of query r // group
             rows, queries = count * group, a.queries + (head * a.most_tokens + token) * group * a.dim * 4
-            begin, end = _blocks(first, count, a.window, block_size)
+            begin, end = blocks_read(first, count, a.window, block_size)
             stride = (end - begin) * lanes * 4
 
             for b in range(begin, end):
