@@ -16,7 +16,7 @@ from services.worker.backends.native.runner import NativeRunner
 from services.worker.kernels import selection
 from services.worker.kernels.interface.kernels import Kernels
 from services.worker.kernels.quantized_weight import quantized
-from services.worker.kernels.selection import PAIRS, TILES, KernelChoice
+from services.worker.kernels.selection import TILES, KernelChoice
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import SMALL, Family, save
 from tests.integration.native.driver import RunnerDriver
@@ -105,18 +105,18 @@ def test_weights_are_in_memory_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_performance_mode_chooses_the_products_of_quantised_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "processor_features", lambda: frozenset({TILES, PAIRS}))
-    chosen: list[tuple[str, ...]] = []
+    monkeypatch.setattr(selection, "processor_features", lambda: frozenset({TILES}))
+    chosen: list[bool] = []
 
     def create(choice: KernelChoice) -> Kernels:
-        chosen.append(choice.needs)
+        chosen.append(choice.few_rows)
         raise LoadError("chosen")
 
     for mode in ("balanced", "interactivity"):
         config = WorkerConfig(model=str(DEMO_MODEL), dtype="bfloat16", quantization="int8", performance_mode=mode)
         with pytest.raises(LoadError, match="chosen"):
             KeptModel(config, create).weights(Shard(), lambda phase, fraction: None)
-    assert chosen == [(TILES,), (PAIRS,)]
+    assert chosen == [False, True]
 
 
 def test_ranks_agree_on_settings_that_change_sums() -> None:
