@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.worker.kernels.selection import TILES, processor_features
 from tests.benchmarks.support import llama_cpp
 from tests.benchmarks.support.random_gguf import KINDS, SHAPES, random_gguf
 from tests.benchmarks.support.random_llama import SHAPES as LLAMAS
@@ -108,6 +109,9 @@ SERVERS: dict[str, ComparedServer] = {
     "vllm serve, all cores": ComparedServer("vllm", "bfloat16", threads=CORES),
     "vllm serve, not compiled": ComparedServer("vllm", "bfloat16", flags=("--enforce-eager",)),
     "runahead native": ComparedServer("runahead", "as stored", "native"),
+    "runahead native, interactivity": ComparedServer(
+        "runahead", "as stored", "native", ("--performance-mode=interactivity",)
+    ),
     "runahead native, bfloat16": ComparedServer("runahead", "bfloat16", "native", ("--quantization=none",)),
     "runahead vllm": ComparedServer("runahead", "bfloat16", "vllm"),
 }
@@ -194,6 +198,8 @@ def _absent(server: ComparedServer, files: Sequence[Path]) -> str:
         return "llama.cpp reads no checkpoints" if any(file.is_dir() for file in files) else llama_cpp.absent()
     if server.needs_vllm and not (VLLM_ENVIRONMENT / "bin" / "python").exists():
         return "vLLM is not installed; install it with: make setup-vllm"
+    if any("interactivity" in flag for flag in server.flags) and TILES not in processor_features():
+        return "without AMX it is the same as runahead native"
     return ""
 
 

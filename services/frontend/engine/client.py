@@ -121,6 +121,12 @@ class EngineClient:
         return sorted(set[str].intersection(*known)) if known else []
 
     @property
+    def scheduling_policies(self) -> set[str]:
+        """Scheduling policies of the engines that may get new requests, as far as they are known."""
+        fitting = filter(self.engines.fits, self.engines.values())
+        return {engine.state.info.get("scheduling_policy", "") for engine in fitting} - {""}
+
+    @property
     def ready(self) -> bool:
         """True if requests are executed now."""
         return not self.draining and self.engines.primary is not None and self.engines.primary.ready

@@ -189,9 +189,9 @@ class Answering:
     def shared(self, http: HTTPRequest, body: ScheduledRequest, **fields: Any) -> GenerateRequest:
         """Return what all engine requests of an HTTP request share, with some more fields.
 
-        Raises: APIError, if the model is not served any more, or the engine does not order requests by priority
+        Raises: APIError, if the model is not served any more, or no engine orders requests by priority
         """
-        if body.priority and self.engine.state.info.get("scheduling_policy") == "fcfs":
+        if body.priority and self.engine.scheduling_policies == {"fcfs"}:
             needs = "priority scheduling is not enabled (--scheduling-policy priority); leave it out"
             raise invalid(f"got priority {body.priority}, but {needs}", "priority")
         tenant, salt = http.state.tenant, body.cache_salt or ""

@@ -68,11 +68,12 @@ def list_format(mark: str, tools: Mapping[str, JSON | None], max_calls: int | No
 
 def _object(parameters: JSON | None) -> JSON:
     """Return a schema that allows only objects; without parameters only the empty one. Raises: APIError"""
-    if parameters and parameters.get("type", "object") != "object":
+    kinds = (parameters or {}).get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
         raise invalid("tools: arguments are an object, so the parameters of each tool must have that type", "tools")
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    kept = {name: value for name, value in parameters.items() if name != "x-guidance"}
+    kept = {name: value for name, value in parameters.items() if name not in ("type", "x-guidance")}
     return {"type": "object", **kept}
 
 

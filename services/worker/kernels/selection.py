@@ -98,7 +98,7 @@ def choose(
     eager: bool = False,
     few_rows: bool = False,
 ) -> KernelChoice:
-    """Return the first row of the table that fits, with `eager` and, if it has AMX, `few_rows` as wanted.
+    """Return the first row of the table that fits, with `eager` as wanted, and `few_rows` where it makes a difference.
 
     Args:
         wanted: "auto" or an implementation
@@ -111,7 +111,7 @@ def choose(
         fits = wanted in ("auto", choice.implementation) and (choice.device, choice.dtype) == (device, dtype)
         able = choice.quantized >= quantized and choice.invariant >= invariant
         if fits and able and set(choice.needs) <= set(features):
-            return replace(choice, eager=eager, few_rows=few_rows and TILES in choice.needs)
+            return replace(choice, eager=eager, few_rows=few_rows and quantized and TILES in choice.needs)
     kind = " with quantised weights" if quantized else ""
     promise = " independently of the batch (--batch-invariant)" if invariant else ""
     remedy = "--kernels auto" if device == "cpu" else "--device cpu"

@@ -1,25 +1,31 @@
 """Each parameter of a body: the request to the engine, and its effect on the answer."""
 
 import json
+from contextlib import closing
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.codec import unpack
 from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
 from protocol.sampling import GrammarKind, StructuredOutputParams
 from tests.integration.frontend.scripted import (
     CONTEXT,
+    READY,
     TOKENIZER,
     VOCAB,
     Frontend,
     ScriptedScheduler,
     answering,
     ended,
+    endpoint,
     ids_of,
     one_by_one,
     prompt_of,
+    scripted,
 )
 from tests.integration.frontend.streams import events
+from tests.waiting import wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "Hi"}
@@ -252,6 +258,19 @@ def test_invalid_constraints_are_refused_by_name(
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
         assert param in error["message"]
     assert scheduler.requests == []
+
+
+def test_priority_is_accepted_while_an_engine_orders_by_it() -> None:
+    ordering = replace(READY, info={"scheduling_policy": "priority"})
+    with (
+        endpoint() as other,
+        closing(ScriptedScheduler(other, ordering)) as second,
+        scripted(more_endpoints=[other]) as (frontend, first),
+    ):
+        wait_until(lambda: frontend.metric("engine_ready") == 2, "both engines are ready")
+        for engine in (first, second):
+            engine.script(answering("a"))
+        assert frontend.post(COMPLETIONS, {"prompt": [5], "priority": -1}).status_code == 200
 
 
 def test_a_grammar_that_does_not_compile_is_a_400_that_names_its_field(

@@ -160,9 +160,11 @@ def test_line_of_a_refused_request_has_no_text_of_it() -> None:
         assert "secret" in told  # the client is told
         scheduler.script(lambda request: [ended(request.number, FinishReason.INVALID, message="bad regex: secret")])
         tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/secret"}}}
+        form = {"response_format": {"type": "json_object"}}
         for field, (route, body) in {
             "structured_outputs": (COMPLETIONS, {"prompt": [5], "structured_outputs": {"regex": "secret"}}),
             "tools": ("/v1/chat/completions", {**CHAT, "tools": [tool], "tool_choice": "required"}),
+            "response_format": ("/v1/chat/completions", {**CHAT, "tools": [tool], "tool_choice": "none", **form}),
         }.items():
             response = frontend.post(route, body, headers={"x-request-id": field})
             assert "bad regex: secret" in response.text

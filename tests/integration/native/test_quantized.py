@@ -7,11 +7,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from protocol.membership import Shard
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
 from services.config import WorkerConfig
+from services.worker.backends.native.kept_model import KeptModel
 from services.worker.backends.native.runner import NativeRunner
+from services.worker.kernels import selection
+from services.worker.kernels.interface.kernels import Kernels
 from services.worker.kernels.quantized_weight import quantized
+from services.worker.kernels.selection import TILES, KernelChoice
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import SMALL, Family, save
 from tests.integration.native.driver import RunnerDriver
@@ -97,6 +102,21 @@ def test_weights_are_in_memory_once(caplog: pytest.LogCaptureFixture) -> None:
         [line] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("weights: ")]
         kinds = "Q8_0" if quantization == "int8" else "Q4_1 and Q8_0"
         assert line == f"weights: {(layers * bits + table * 8.5) / 8 / 2**20:.1f} MiB in {kinds}"
+
+
+def test_the_performance_mode_chooses_the_products_of_quantised_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "processor_features", lambda: frozenset({TILES}))
+    chosen: list[bool] = []
+
+    def create(choice: KernelChoice) -> Kernels:
+        chosen.append(choice.few_rows)
+        raise LoadError("chosen")
+
+    for mode in ("balanced", "interactivity"):
+        config = WorkerConfig(model=str(DEMO_MODEL), dtype="bfloat16", quantization="int8", performance_mode=mode)
+        with pytest.raises(LoadError, match="chosen"):
+            KeptModel(config, create).weights(Shard(), lambda phase, fraction: None)
+    assert chosen == [False, True]
 
 
 def test_ranks_agree_on_settings_that_change_sums() -> None:

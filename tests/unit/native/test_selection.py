@@ -54,13 +54,17 @@ def test_products_of_quantised_weights_and_of_batch_invariance(
     assert choose("auto", "cpu", dtype, features, quantized, invariant).products == products
 
 
-@pytest.mark.parametrize("features", [(PAIRS, TILES, WIDE), (PAIRS, WIDE)])
-def test_few_rows_change_the_products_of_amx(features: tuple[str, ...]) -> None:
-    plain, few = (choose("auto", "cpu", BF16, features, few_rows=few_rows) for few_rows in (False, True))
-    are_tiles = TILES in features
-    assert (few == replace(plain, few_rows=True)) == are_tiles == (few != plain)
-    assert ("quantised weights with AVX-512" in few.describe(features)) == are_tiles
-    assert (create(few).network.arithmetic != create(plain).network.arithmetic) == are_tiles
+@pytest.mark.parametrize(
+    ("features", "quantized", "changes"),
+    [((PAIRS, TILES, WIDE), True, True), ((PAIRS, TILES, WIDE), False, False), ((PAIRS, WIDE), True, False)],
+)
+def test_few_rows_change_products_of_amx_with_quantised_weights(
+    features: tuple[str, ...], quantized: bool, changes: bool
+) -> None:
+    plain, few = (choose("auto", "cpu", BF16, features, quantized, few_rows=some) for some in (False, True))
+    assert (few == replace(plain, few_rows=True)) == changes == (few != plain)
+    assert ("quantised weights with AVX-512" in few.describe(features)) == changes
+    assert (create(few).network.arithmetic != create(plain).network.arithmetic) == changes
 
 
 def test_the_reference_does_not_promise_batch_invariance() -> None:

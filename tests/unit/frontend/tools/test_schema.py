@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.frontend.errors import APIError
 from services.frontend.tools.schema import MAX_DEPTH, arguments_schema, calls_schema
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITY = {"type": ["object", "null"], "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TREE = {
     "type": "object",
     "properties": {
@@ -43,7 +43,7 @@ def accepts(schema: dict[str, Any], value: object) -> bool:
 ARGUMENTS = st.sampled_from(
     [
         {}, {"city": "Rom"}, {"city": 5}, {"tree": {"children": []}}, {"tree": {"children": [{"children": []}]}},
-        {"tree": {"children": [{}]}}, {"tree": {"children": []}, "self": {"tree": 5}}, [], "x", {"zone": 1},
+        {"tree": {"children": [{}]}}, {"tree": {"children": []}, "self": {"tree": 5}}, [], None, {"zone": 1},
         {"tree": {"children": []}, "self": {"tree": {"children": []}}}, {"tree": {"children": [], "default": {}}},
         {"tree": {"children": [], "default": {"$ref": "#"}}}, {"tree": {"children": []}, "$ref": 7},
         {"tree": {"children": []}, "$ref": "#"}, {"tree": {"children": []}, "named": {"$ref": "#"}},
