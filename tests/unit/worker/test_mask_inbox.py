@@ -108,7 +108,7 @@ def test_masks_of_steps_that_are_over_are_not_kept(number: int) -> None:
         inbox.put(grammar(step_id, 4))
     inbox.take(number, rows(4), OVER)
     inbox.put(grammar(number, 7))
-    assert inbox.take(number + 1, rows(4), OVER).parts == [grammar(number + 1, 4)]
+    assert inbox.poll(number + 1, rows(4), OVER).parts == [grammar(number + 1, 4)]
     assert not inbox._masks  # noqa: SLF001
 
 
@@ -136,15 +136,6 @@ def test_rows_are_left_out_at_the_end_of_the_forward_pass(arrives: float, decide
     clock.inbox.prepared(2, rows(9))
     masks = clock.inbox.take(1, rows(4), Forward(100.0, 110.0))
     assert (masks.at, clock.now, len(masks.parts)) == (decided, decided, taken)
-
-
-def test_masks_that_are_taken_late_cost_no_more_than_leaving_their_rows_out() -> None:
-    clock = VirtualClock()
-    inbox = MaskInbox(2, clock)
-    inbox.prepared(2, rows(9))
-    clock.now = 130.0
-    inbox.put(grammar(1, 4))
-    assert inbox.take(1, rows(4), Forward(100.0, 110.0)) == ([grammar(1, 4)], frozenset(), 110.0)
 
 
 def run_ahead(inbox: MaskInbox) -> None:
