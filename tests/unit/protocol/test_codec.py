@@ -161,9 +161,3 @@ def test_arrays_keep_their_data_type() -> None:
     numbers = np.array([2**32 - 1, 7], np.uint32)
     assert unpack(pack(numbers), np.uint32).tolist() == [2**32 - 1, 7]
     assert unpack(pack(np.array([True, False])), np.bool_).tolist() == [True, False]
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 5])
-def test_column_with_a_partial_element_is_refused(length: int) -> None:
-    with pytest.raises(ProtocolError, match=f"{length} bytes does not hold int32"):
-        unpack(bytes(length))

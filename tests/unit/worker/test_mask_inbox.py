@@ -84,15 +84,6 @@ def test_no_more_steps_can_be_prepared() -> None:
     assert taken == [[]]
 
 
-def test_late_masks_are_dropped() -> None:
-    inbox = MaskInbox(2)
-    inbox.prepared(2, rows(9))
-    assert inbox.take(1, rows(4), OVER).parts == []
-    inbox.put(grammar(1, 4))
-    inbox.put(grammar(2, 4))
-    assert inbox.take(2, rows(4), OVER).parts == [grammar(2, 4)]
-
-
 def test_the_end_of_an_epoch_ends_the_wait() -> None:
     inbox = MaskInbox(2)
     thread, taken = taken_later(inbox, 1, 4)
@@ -113,12 +104,11 @@ def test_messages_of_one_step_are_joined() -> None:
 @pytest.mark.parametrize("number", [1, 5])
 def test_masks_of_steps_that_are_over_are_not_kept(number: int) -> None:
     inbox = MaskInbox(2)
-    for step_id in range(1, number + 1):
+    for step_id in range(1, number + 2):
         inbox.put(grammar(step_id, 4))
     inbox.take(number, rows(4), OVER)
     inbox.put(grammar(number, 7))
-    inbox.prepared(number + 2, rows(9))
-    assert inbox.take(number + 1, rows(4), OVER).parts == []
+    assert inbox.poll(number + 1, rows(4), OVER).parts == [grammar(number + 1, 4)]
     assert not inbox._masks  # noqa: SLF001
 
 
@@ -146,21 +136,6 @@ def test_rows_are_left_out_at_the_end_of_the_forward_pass(arrives: float, decide
     clock.inbox.prepared(2, rows(9))
     masks = clock.inbox.take(1, rows(4), Forward(100.0, 110.0))
     assert (masks.at, clock.now, len(masks.parts)) == (decided, decided, taken)
-
-
-def test_without_others_masks_are_waited_for_behind_the_forward_pass() -> None:
-    clock = MasksOnTheWay(130.0, grammar(1, 4))
-    clock.inbox.prepared(2, rows(4))
-    assert clock.inbox.take(1, rows(4), Forward(100.0, 110.0)) == ([grammar(1, 4)], frozenset(), 130.0)
-
-
-def test_masks_that_are_taken_late_cost_no_more_than_leaving_their_rows_out() -> None:
-    clock = VirtualClock()
-    inbox = MaskInbox(2, clock)
-    inbox.prepared(2, rows(9))
-    clock.now = 130.0
-    inbox.put(grammar(1, 4))
-    assert inbox.take(1, rows(4), Forward(100.0, 110.0)) == ([grammar(1, 4)], frozenset(), 110.0)
 
 
 def run_ahead(inbox: MaskInbox) -> None:

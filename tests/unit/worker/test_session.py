@@ -103,13 +103,15 @@ MESSAGES = {
     "release": ReleaseSlots(3, b""),
     "late plan": plan(9, epoch=2),
     "early plan": plan(1, epoch=4),
+    "early grammar": grammar(1, epoch=4),
     "late end": EndEpoch(2),
     "ping": Ping(2.5),
     "shutdown": Shutdown(),
 }
 ALWAYS = {"ping": ANSWERED, "shutdown": USED}
 BEFORE_SERVING = {"plan": REFUSED, "grammar": REFUSED, "release": REFUSED, "early plan": REFUSED} | ALWAYS
-WHEN_SERVING = {"release": USED, "late plan": IGNORED, "early plan": IGNORED, "late end": IGNORED} | ALWAYS
+OF_OTHER_EPOCHS = dict.fromkeys(("late plan", "early plan", "early grammar", "late end"), IGNORED)
+WHEN_SERVING = {"release": USED} | OF_OTHER_EPOCHS | ALWAYS
 TABLE = {
     Phase.REGISTERED: {"assignment": USED, "late end": USED, "late plan": REFUSED} | BEFORE_SERVING,
     Phase.LOADING: {"late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,

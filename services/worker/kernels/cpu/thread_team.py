@@ -95,7 +95,7 @@ _other_hook = sys.unraisablehook
 
 def _collect(unraisable: "sys.UnraisableHookArgs") -> None:
     error = unraisable.exc_value
-    if error is not None and str(unraisable.object).startswith("<numba."):
+    if error is not None and isinstance(raised_in := unraisable.object, str) and raised_in.startswith("<numba."):
         _failures.append(error)
     else:
         _other_hook(unraisable)

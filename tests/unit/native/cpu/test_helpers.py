@@ -3,11 +3,14 @@
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numba import carray
+from numba.core.registry import cpu_target
 
+from services.worker.kernels.cpu import thread_team
 from services.worker.kernels.cpu.compiled import raw
 from services.worker.kernels.cpu.helpers import Helpers, share
 from services.worker.kernels.cpu.recording import Sequence
@@ -68,6 +71,10 @@ def test_what_a_kernel_raises_is_raised_once_on_any_thread(
 ) -> None:
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     hide_exits()  # as a worker does that has imported kernels already
+    others: list[object] = []
+    monkeypatch.setattr(thread_team, "_other_hook", others.append)
+    sys.unraisablehook(SimpleNamespace(exc_type=ValueError, exc_value=ValueError(), object=cpu_target))
+    assert len(others) == 1, "of a finaliser"
     set_num_threads(threads)
     with pytest.raises(ZeroDivisionError) as raised:
         run(kernel, 5000, wanted=threads)
