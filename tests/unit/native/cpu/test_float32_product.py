@@ -18,7 +18,7 @@ each_way = pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"]
 
 
 def product_of(weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> PanelProduct:
-    return PanelProduct(Launcher(), float32_panels(weight, wide), bias, None, wide, few_rows=False)
+    return PanelProduct(Launcher(), float32_panels(weight, wide), bias, None, wide)
 
 
 def multiply(product: PanelProduct, x: torch.Tensor, outputs: int) -> torch.Tensor:
