@@ -43,7 +43,7 @@ class PanelProduct(Linear):
         bias: torch.Tensor | None,
         own: str | None,
         wide: bool,
-        few_rows: bool,
+        few_rows: bool = False,
     ) -> None:
         self._launcher, self._panels = launcher, panels
         self.num_bytes, self.outputs = panels.memory.nbytes, panels.outputs

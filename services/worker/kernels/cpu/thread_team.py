@@ -88,8 +88,9 @@ def compiled(body: Callable[[int], None]) -> Any:
 
 
 _failures: list[BaseException] = []
-"""Errors that kernels have raised and `Kernel` has not. A C function cannot raise: numba passes its errors to the hook,
-on the thread that ran it, and its caller continues with wrong results."""
+"""Errors that kernels have raised. A C function cannot raise: numba passes its errors to the hook, on the thread that
+ran it, and its caller continues with wrong results. Helpers run kernels of any caller, so an error fails all kernels
+that run meanwhile."""
 _other_hook = sys.unraisablehook
 
 
@@ -139,8 +140,9 @@ class Kernel:
 
     def call(self) -> None:
         """Run on the calling thread with the present argument block. Raises: what a kernel has raised"""
+        before = len(_failures)
         self._call(self.address)
-        if _failures:
+        if len(_failures) > before:
             raise self._failure()
 
     def fill(self, values: tuple[Any, ...], items: int = 0) -> None:
@@ -153,15 +155,15 @@ class Kernel:
         Raises: what a kernel has raised
         """
         self.fill(values, items)
+        before = len(_failures)
         if (work or items) >= 2 * self.cost and (state := helper_state()):
             share(self.function, self.address, state)
         else:
             self._call(self.address)
-        if _failures:
+        if len(_failures) > before:
             raise self._failure()
 
     def _failure(self) -> BaseException:
-        error = _failures[0]
-        _failures.clear()
+        error = copy.copy(_failures[-1])  # one that was raised refers to the frames it passed
         error.add_note(f"raised in {self._compiled}, or in a kernel that it ran")
         return error
