@@ -29,4 +29,4 @@ def make(implementation: str, dtype: torch.dtype = F32, activations: torch.dtype
     kind = implementation, "cpu", dtype
     rows = [choice for choice in TABLE if (choice.implementation, choice.device, choice.dtype) == kind]
     rows = [c for c in rows if c.activations == (activations or dtype) or implementation == "reference"]
-    return create(next((c for c in rows if {*c.needs} <= processor_features()), rows[0]))
+    return create(next((c for c in rows if {*c.needs} <= processor_features()), rows[-1]))
