@@ -67,10 +67,10 @@ class BackendConfig(ServiceConfig):
     batch_invariant: bool = False
     """native: require kernels that compute each row with the same bits whatever other rows are in its step. Those for
     the CPU do so without this; --device cuda and --kernels reference do not."""
-    performance_mode: Literal["balanced", "interactivity"] = "balanced"
-    """native: which products compute quantised weights on a processor with AMX. balanced: AMX's, for many requests and
-    long prompts; interactivity: those of AVX-512, with which one to four requests decode faster and prompts take
-    longer. vllm: passed on."""
+    performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
+    """native: which products compute quantised weights on a processor with AMX. throughput: AMX's, for more than 16
+    requests at once and long prompts; else those of AVX-512, with which fewer requests decode up to three times as
+    fast. vllm: passed on."""
     load_format: str = "auto"
     """vllm: file format of the weights."""
     runner: Literal["auto", "generate", "pooling"] = "auto"

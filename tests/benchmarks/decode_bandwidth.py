@@ -28,7 +28,7 @@ from tests.benchmarks.support.static_batch import StaticBatch
 READ_BYTES = 1 << 30
 """Bytes of the array that is read; far larger than the caches."""
 Weights = Literal["none", "int8", "int4"]
-Mode = Literal["balanced", "interactivity"]
+Mode = Literal["balanced", "throughput"]
 
 
 def read_bandwidth(array: torch.Tensor) -> float:
@@ -82,7 +82,7 @@ def main(parser: argparse.ArgumentParser) -> None:
     args = parser.parse_args()
     kinds: list[tuple[Weights, Mode]] = [("none", "balanced"), ("int8", "balanced"), ("int4", "balanced")]
     if TILES in processor_features():  # the mode chooses other kernels
-        kinds += [("int8", "interactivity"), ("int4", "interactivity")]
+        kinds += [("int8", "throughput"), ("int4", "throughput")]
     rows = [{"model": name, **measured(random_llama(name), *kind, args)} for name in args.models for kind in kinds]
     report(
         "decode_bandwidth",

@@ -109,8 +109,8 @@ SERVERS: dict[str, ComparedServer] = {
     "vllm serve, all cores": ComparedServer("vllm", "bfloat16", threads=CORES),
     "vllm serve, not compiled": ComparedServer("vllm", "bfloat16", flags=("--enforce-eager",)),
     "runahead native": ComparedServer("runahead", "as stored", "native"),
-    "runahead native, interactivity": ComparedServer(
-        "runahead", "as stored", "native", ("--performance-mode=interactivity",)
+    "runahead native, throughput": ComparedServer(
+        "runahead", "as stored", "native", ("--performance-mode=throughput",)
     ),
     "runahead native, bfloat16": ComparedServer("runahead", "bfloat16", "native", ("--quantization=none",)),
     "runahead vllm": ComparedServer("runahead", "bfloat16", "vllm"),
@@ -198,7 +198,7 @@ def _absent(server: ComparedServer, files: Sequence[Path]) -> str:
         return "llama.cpp reads no checkpoints" if any(file.is_dir() for file in files) else llama_cpp.absent()
     if server.needs_vllm and not (VLLM_ENVIRONMENT / "bin" / "python").exists():
         return "vLLM is not installed; install it with: make setup-vllm"
-    if any("interactivity" in flag for flag in server.flags) and TILES not in processor_features():
+    if any("throughput" in flag for flag in server.flags) and TILES not in processor_features():
         return "without AMX it is the same as runahead native"
     return ""
 

@@ -284,7 +284,7 @@ FORMS = (
         "decode_bandwidth", "decode_bandwidth",
         "How close is the decode of one stream to the time that reading the weights takes?", "--repeats 3",
         [Shown(f"{kind}: floor over step", f"m155 {kind}")
-         for kind in ("bfloat16", "int8", "int4", "int8, interactivity", "int4, interactivity")],
+         for kind in ("bfloat16", "int8", "int4", "int8, throughput", "int4, throughput")],
     ),
     ShortForm(
         "attention", "attention", "How fast is attention over the paged cache beside torch's?", "--repeats 10",

@@ -112,16 +112,16 @@ def test_the_performance_mode_chooses_the_products_of_quantised_weights(monkeypa
         chosen.append(choice.few_rows)
         raise LoadError("chosen")
 
-    for mode in ("balanced", "interactivity"):
+    for mode in ("balanced", "throughput"):
         config = WorkerConfig(model=str(DEMO_MODEL), dtype="bfloat16", quantization="int8", performance_mode=mode)
         with pytest.raises(LoadError, match="chosen"):
             KeptModel(config, create).weights(Shard(), lambda phase, fraction: None)
-    assert chosen == [False, True]
+    assert chosen == [True, False]
 
 
 def test_ranks_agree_on_settings_that_change_sums() -> None:
     settings = [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"batch_invariant": True}]
-    settings.append({"performance_mode": "interactivity"})
+    settings.append({"performance_mode": "throughput"})
     hashes = {NativeRunner(WorkerConfig(model=str(DEMO_MODEL), **some)).identify().model_hash for some in settings}  # type: ignore[arg-type]
     assert len(hashes) == len(settings)
 

@@ -131,7 +131,7 @@ class KeptModel:
         features = selection.device_features(self._device)
         choice = selection.choose(
             *(c.kernels, self._device, _dtype(c, model), features),
-            *(quantized, c.batch_invariant, c.enforce_eager, c.performance_mode == "interactivity"),
+            *(quantized, c.batch_invariant, c.enforce_eager, c.performance_mode != "throughput"),
         )
         log.info("%s", choice.describe(features))
         return choice
@@ -216,7 +216,7 @@ class KeptModel:
         c = self._config
         settings = [c.quantization] if c.quantization is not None else []
         settings += ["batch-invariant"] if c.batch_invariant else []
-        settings += [c.performance_mode] if c.performance_mode != "balanced" else []
+        settings += ["throughput"] if c.performance_mode == "throughput" else []
         return model_digest(path, checkpoint, settings)
 
 
