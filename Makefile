@@ -59,7 +59,8 @@ serve: $(SERVING)
 images:
 	deploy/docker/build
 
-# Runs in three processes, which wait half of the time; tests of one file run in the same one, because they may share a service. For a debugger use
+# Runs in three processes, which wait half of the time; tests of one file run in the same one, because they may share a
+# service. For a debugger use
 # ARGS="-n 0".
 test: $(STAMP)
 	$(BIN)/python -m pytest @tests/parallel.args $(SUITES) $(ARGS)
