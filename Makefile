@@ -60,8 +60,7 @@ images:
 	deploy/docker/build
 
 # Runs in three processes, which wait half of the time; tests of one file run in the same one, because they may share a
-# service. For a debugger use
-# ARGS="-n 0".
+# service. For a debugger use ARGS="-n 0".
 test: $(STAMP)
 	$(BIN)/python -m pytest @tests/parallel.args $(SUITES) $(ARGS)
 

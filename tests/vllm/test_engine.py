@@ -16,6 +16,7 @@ from services.checkpoint import DEMO_MODEL, read_text, text_digest
 from services.config import WorkerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
+from services.worker.backends.vllm.engine_config import EngineOptions, create_engine_config
 from services.worker.runner import LoadError
 from services.worker.weights import layer_contents
 from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
@@ -210,6 +211,12 @@ def test_block_size_that_does_not_fit_attention_is_refused() -> None:
     runner = VllmRunner(WorkerConfig(model=str(DEMO_MODEL), backend="vllm"))
     with pytest.raises(LoadError, match=r"--block-size 48 is not a multiple of 32.*--block-size 64"):
         runner.load(Assignment(1, 0, 1, 48, 8, 64), lambda phase, fraction: None)
+
+
+def test_the_performance_mode_is_vllms() -> None:
+    settings = WorkerConfig(model=str(DEMO_MODEL), backend="vllm", performance_mode="throughput")
+    options = EngineOptions(DEMO_MODEL, "float32", settings, Assignment(1, 0, 1, BLOCK, 8, CHUNK, CONTEXT))
+    assert create_engine_config(options, {"kv_cache_memory_bytes": 1}).performance_mode == "throughput"
 
 
 def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
