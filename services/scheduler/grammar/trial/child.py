@@ -1,5 +1,6 @@
-"""The trial process, `python -m services.scheduler.grammar.trial.child FD PARENT_PID`: reads a `GrammarVocabulary`, then
-`StructuredOutputParams`, and answers each with a `TrialVerdict`.
+"""The trial process: `python -m services.scheduler.grammar.trial.child FD PARENT_PID`.
+
+It reads a `GrammarVocabulary`, then `StructuredOutputParams`, and answers each with a `TrialVerdict`.
 
 RUNAHEAD_FAILPOINT_GRAMMAR_SECONDS is for tests: it delays each compilation by that many seconds.
 """
