@@ -13,7 +13,7 @@ import torch
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.products import PanelProduct, float32_panels
 from services.worker.kernels.cpu.thread_team import set_num_threads
-from services.worker.kernels.selection import processor_features
+from services.worker.kernels.selection import WIDE, choose, processor_features
 from tests.benchmarks.support.random_llama import SHAPES, VOCAB
 from tests.benchmarks.support.report import report
 
@@ -38,7 +38,8 @@ def products(shape: tuple[int, int]) -> dict[str, Product]:
     def torch_product(x: torch.Tensor, out: torch.Tensor) -> object:
         return torch.mm(x, weight.T, out=out)
 
-    ways = (PanelProduct(launcher, float32_panels(weight, wide), None, None, wide) for wide in (False, True))
+    choices = (choose("compiled", "cpu", torch.float32, features) for features in ([], [WIDE]))
+    ways = (PanelProduct(launcher, float32_panels(weight, choice.wide), None, choice) for choice in choices)
     return dict(zip(KINDS, (torch_product, *ways), strict=True))
 
 

@@ -60,6 +60,16 @@ class KernelChoice:
     """Multiply quantised weights with AVX-512, although the processor has AMX: decoded in registers, which is faster
     with few rows."""
 
+    @property
+    def own(self) -> str | None:
+        """The feature with which products of bfloat16 activations are computed; None: activations are float32."""
+        return next((feature for feature in self.needs if feature in OWN_BFLOAT16), None)
+
+    @property
+    def wide(self) -> bool:
+        """Products of float32 activations use AVX-512, which each of these features needs."""
+        return bool({WIDE, *OWN_BFLOAT16} & {*self.needs})
+
     def describe(self, features: Collection[str]) -> str:
         """Return one line for the log. `features`: of the device."""
         products = f"{self.products}, and quantised weights with AVX-512" if self.few_rows else self.products
@@ -129,9 +139,7 @@ def create(choice: KernelChoice) -> Kernels:
         case _, "compiled":
             from services.worker.kernels.cpu.kernels import CpuKernels
 
-            own = next((feature for feature in choice.needs if feature in OWN_BFLOAT16), None)
-            wide = bool({WIDE, *OWN_BFLOAT16} & {*choice.needs})  # each of them needs AVX-512
-            return CpuKernels(choice.activations, own, wide, choice.few_rows)
+            return CpuKernels(choice)
         case _, "reference":
             return Kernels(choice.activations)
 

@@ -1,5 +1,6 @@
-"""The trial process: reads a `GrammarVocabulary`, then `StructuredOutputParams`, and answers each with a
-`TrialVerdict`.
+"""The trial process: `python -m services.scheduler.grammar.trial.child FD PARENT_PID`.
+
+It reads a `GrammarVocabulary`, then `StructuredOutputParams`, and answers each with a `TrialVerdict`.
 
 RUNAHEAD_FAILPOINT_GRAMMAR_SECONDS is for tests: it delays each compilation by that many seconds.
 """
@@ -7,6 +8,7 @@ RUNAHEAD_FAILPOINT_GRAMMAR_SECONDS is for tests: it delays each compilation by t
 import contextlib
 import os
 import resource
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -16,8 +18,7 @@ import msgspec
 from protocol.sampling import StructuredOutputParams
 from services.process import die_with_parent
 from services.scheduler.grammar.limits import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES
-from services.scheduler.grammar.trial.measure import TrialCompiler
-from services.scheduler.grammar.trial.messages import TrialVerdict
+from services.scheduler.grammar.trial.measure import TrialCompiler, TrialVerdict
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 
 FAILPOINT = "RUNAHEAD_FAILPOINT_GRAMMAR_SECONDS"
@@ -65,3 +66,7 @@ def _limit_processor_time() -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + 1 + CPU_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
@@ -13,7 +14,19 @@ from protocol.sampling import StructuredOutputParams
 from services.scheduler.grammar.errors import GrammarError, from_library, too_complex
 from services.scheduler.grammar.limits import MAX_FILL_SECONDS, TRIAL_STEPS, parser_limits
 from services.scheduler.grammar.translate import KIND_NAMES, translate
-from services.scheduler.grammar.trial.messages import TrialVerdict
+
+
+class TrialVerdict(msgspec.Struct, array_like=True, frozen=True):
+    """Result of a trial. It answers a `StructuredOutputParams`, and the `GrammarVocabulary` before them."""
+
+    error: str = ""
+    """Reason of a refusal, for the client. Empty: the grammar can be served."""
+    grammar: str = ""
+    """llguidance's grammar."""
+    num_bytes: int = 0
+    """Memory of the compiled grammar with its first mask."""
+    growth: int = 0
+    """Bytes that a short output added: states of the lexer, which all copies share."""
 
 
 class _MallocInfo(ctypes.Structure):

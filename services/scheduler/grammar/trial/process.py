@@ -5,10 +5,10 @@ import msgspec
 from protocol.sampling import StructuredOutputParams
 from services.helper_process import HelperProcess
 from services.scheduler.grammar.limits import SETUP_SECONDS, WALL_SECONDS
-from services.scheduler.grammar.trial.messages import TrialVerdict
+from services.scheduler.grammar.trial.measure import TrialVerdict
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 
-MODULE = "services.scheduler.grammar.trial"
+MODULE = "services.scheduler.grammar.trial.child"
 _ENVIRONMENT = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
 _verdict = msgspec.msgpack.Decoder(TrialVerdict).decode
 

@@ -1,5 +1,7 @@
 """The compiled implementation for processors."""
 
+from dataclasses import replace
+
 import torch
 
 from services.worker.device.interface import ComputeDevice
@@ -9,20 +11,18 @@ from services.worker.kernels.cpu.rows import CpuRows
 from services.worker.kernels.cpu.sampling import CpuSampling
 from services.worker.kernels.cpu.thread_team import set_num_threads
 from services.worker.kernels.interface.kernels import Kernels
+from services.worker.kernels.selection import WIDE, KernelChoice
 
 
 class CpuKernels(Kernels):
-    """`activations`: of the model's products; `own`, `wide`, `few_rows`: see `CpuNetwork`."""
-
-    def __init__(
-        self, activations: torch.dtype, own: str | None = None, wide: bool = False, few_rows: bool = False
-    ) -> None:
-        self._wide = wide
-        self.device, self.network = ComputeDevice(), CpuNetwork(activations, own, wide, few_rows)
-        self.rows, self.sampling, self.drafting = CpuRows(own), CpuSampling(), CpuDrafting()
+    def __init__(self, choice: KernelChoice) -> None:
+        self._choice = choice
+        self.device, self.network = ComputeDevice(), CpuNetwork(choice)
+        self.rows, self.sampling, self.drafting = CpuRows(choice.own), CpuSampling(), CpuDrafting()
 
     def float32_network(self) -> CpuNetwork:
-        return CpuNetwork(torch.float32, wide=self._wide)
+        needs = (WIDE,) if self._choice.wide else ()
+        return CpuNetwork(replace(self._choice, activations=torch.float32, needs=needs, few_rows=False))
 
     def use_threads(self, number: int) -> None:
         """torch computes little, and its threads would spin on cores that other threads need. It gets none."""

@@ -27,43 +27,33 @@ from services.worker.kernels.interface.routing import Routed, RoutingKernels
 from services.worker.kernels.layout import kv_block_bytes, padded
 from services.worker.kernels.packed_weight import Packed, PackedRows
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
-from services.worker.kernels.selection import TILES
+from services.worker.kernels.selection import TILES, KernelChoice
 
 T = TypeVar("T")
 
 
 class CpuNetwork(NetworkKernels):
-    """
-    Args:
-        own: the feature of the processor with which products of bfloat16 activations are computed; None: activations
-            are float32
-        wide: products of float32 activations use AVX-512
-        few_rows: see `KernelChoice`
-    """
-
-    def __init__(
-        self, activations: torch.dtype, own: str | None = None, wide: bool = False, few_rows: bool = False
-    ) -> None:
-        self.activations, self._own, self._wide, self._few_rows = activations, own, wide, few_rows
-        self._launcher = Launcher()
-        self._norm, self._most_likely = norm_kernel(activations == torch.bfloat16), most_likely_kernel()
+    def __init__(self, choice: KernelChoice) -> None:
+        self._choice, self.activations, self._launcher = choice, choice.activations, Launcher()
+        self._norm, self._most_likely = norm_kernel(self.activations == torch.bfloat16), most_likely_kernel()
         self._gates: dict[Activation, Kernel] = {}
         self.routing = CpuRouting()
         self._copies = {torch.float32: copy_kernel(half=False), torch.bfloat16: copy_kernel(half=True)}
 
     @property
     def arithmetic(self) -> str:
-        pairs = " pairs of keys and values" if self._own == TILES else ""
-        return f"{super().arithmetic} {self._own}{pairs}{' few rows' if self._few_rows else ''}"
+        own = self._choice.own
+        pairs = " pairs of keys and values" if own == TILES else ""
+        return f"{super().arithmetic} {own}{pairs}{' few rows' if self._choice.few_rows else ''}"
 
     def pack(self, weight: Weight, is_table: bool = False) -> Packed:
         if isinstance(weight, QuantizedWeight):
             return tuple(coded_panels(kind, parts) for kind, parts in weight.by_type())
-        if self._own is not None:
+        if self._choice.own is not None:
             return (paired_panels(weight),)
         if is_table:
             return weight
-        return (float32_panels(weight, self._wide),)
+        return (float32_panels(weight, self._choice.wide),)
 
     def linear(self, weight: Packed, bias: torch.Tensor | None = None) -> Linear:
         packed = weight if isinstance(weight, tuple) else self.pack(weight)
@@ -79,7 +69,7 @@ class CpuNetwork(NetworkKernels):
             return EmbeddingTable(self.gather, packed)
         [panels] = packed  # one tensor of a file
         if panels.layout == FLOAT32:
-            kernel = float32_rows_kernel(self._wide, panels.memory.dtype == torch.bfloat16)
+            kernel = float32_rows_kernel(self._choice.wide, panels.memory.dtype == torch.bfloat16)
         else:
             kernel = rows_kernel(panels.layout != PAIRED)
         return PanelEmbedding(self._launcher, panels, kernel)
@@ -89,7 +79,7 @@ class CpuNetwork(NetworkKernels):
         return self._product(embedding.panels, None)
 
     def _product(self, packed: PackedRows, bias: torch.Tensor | None) -> PanelProduct:
-        return PanelProduct(self._launcher, packed, bias, self._own, self._wide, self._few_rows)
+        return PanelProduct(self._launcher, packed, bias, self._choice)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
         layers, kv_heads, head_dim, block_size, dtype = shape
@@ -106,7 +96,7 @@ class CpuNetwork(NetworkKernels):
     def attention(self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int) -> Attention:
         kinds = self.activations == torch.bfloat16, cache.shape.dtype == torch.bfloat16
         dim, size = padded(cache.shape.head_dim), cache.shape.block_size
-        in_tiles = self._own == TILES and all(kinds) and dim % WIDTH == size % KEYS == 0
+        in_tiles = self._choice.own == TILES and all(kinds) and dim % WIDTH == size % KEYS == 0
         attend = tile_attention_kernel() if in_tiles else attention_kernel(*kinds)
         return CpuAttention(self._launcher, write_kernel(*kinds, in_tiles), attend, shape, cache, table, most_tokens)
 

@@ -12,7 +12,7 @@ from services.worker.kernels.cpu.panels import OUTPUTS, PAIRED, format_address
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.products import Linear
 from services.worker.kernels.packed_weight import PackedRows
-from services.worker.kernels.selection import TILES
+from services.worker.kernels.selection import TILES, KernelChoice
 
 FLOAT32 = "float32 products"
 """Layout of `float32_panels`. Its memory is of a dtype, and of the way of AVX-512 or of AVX2."""
@@ -34,20 +34,12 @@ def float32_panels(weight: torch.Tensor, wide: bool) -> PackedRows:
 
 
 class PanelProduct(Linear):
-    """A product with weights in panels, which an embedding may use too. `own`, `wide`, `few_rows`: see `CpuNetwork`."""
+    """A product with weights in panels, which an embedding may use too."""
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        panels: PackedRows,
-        bias: torch.Tensor | None,
-        own: str | None,
-        wide: bool,
-        few_rows: bool = False,
-    ) -> None:
+    def __init__(self, launcher: Launcher, panels: PackedRows, bias: torch.Tensor | None, choice: KernelChoice) -> None:
         self._launcher, self._panels = launcher, panels
         self.num_bytes, self.outputs = panels.memory.nbytes, panels.outputs
-        self._kernel, block, self._chunk, self._more = _kernel_of(panels, own, wide, few_rows)
+        self._kernel, block, self._chunk, self._more = _kernel_of(panels, choice)
         self._blocks = -(-panels.outputs // block)
         start = torch.zeros(panels.outputs) if bias is None else bias.float()
         self._starts = functional.pad(start, (0, -panels.outputs % OUTPUTS))
@@ -60,22 +52,20 @@ class PanelProduct(Linear):
         return out
 
 
-def _kernel_of(
-    panels: PackedRows, own: str | None, wide: bool, few_rows: bool
-) -> tuple[Kernel, int, int, tuple[int, ...]]:
+def _kernel_of(panels: PackedRows, choice: KernelChoice) -> tuple[Kernel, int, int, tuple[int, ...]]:
     """Return the kernel for a layout, outputs and rows of one of its items, and arguments that others do not have."""
     inputs = panels.inputs
     if panels.layout == FLOAT32:
-        kernel = product.product_kernel(wide, panels.memory.dtype == torch.bfloat16, inputs)
-        return kernel, product.BLOCK, product.WIDE_CHUNK if wide else product.CHUNK, ()
+        kernel = product.product_kernel(choice.wide, panels.memory.dtype == torch.bfloat16, inputs)
+        return kernel, product.BLOCK, product.WIDE_CHUNK if choice.wide else product.CHUNK, ()
     coded = panels.layout != PAIRED
-    if own == TILES and not (coded and few_rows):
+    if choice.own == TILES and not (coded and choice.few_rows):
         decoder = tile_product.decoder(KINDS.index(panels.layout)) if coded else (0, 0)
         kernel, block = tile_product.tile_product_kernel(coded, inputs), tile_product.block_of(coded)
         return kernel, block, tile_product.CHUNK, (format_address(panels), *decoder)
     if not coded:
         return pair_product.pair_product_kernel(inputs), pair_product.BLOCK, pair_product.CHUNK, ()
-    more = format_address(panels), int(own is not None)
+    more = format_address(panels), int(choice.own is not None)
     return coded_product.coded_product_kernel(inputs), coded_product.BLOCK, coded_product.CHUNK, more
 
 

@@ -14,7 +14,7 @@ from services.worker.kernels.selection import TILES
 
 
 class CpuRows(RowKernels):
-    """`own`: see `CpuNetwork`."""
+    """`own`: see `KernelChoice`."""
 
     count_rows: CountRows = staticmethod(compiled.count_rows)
     loops = compiled

@@ -11,6 +11,7 @@ from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.panels import PanelEmbedding
 from services.worker.kernels.cpu.products import PanelProduct, float32_panels
 from services.worker.kernels.cpu.thread_team import set_num_threads
+from services.worker.kernels.selection import WIDE, choose
 
 SHAPES = [(64, 96), (1, 5), (211, 64), (130, 17), (192, 384)]
 SIZES = [*range(1, 20), 47, 48, 49, 70, 96, 97, 128, 257]
@@ -18,7 +19,8 @@ each_way = pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"]
 
 
 def product_of(weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> PanelProduct:
-    return PanelProduct(Launcher(), float32_panels(weight, wide), bias, None, wide)
+    choice = choose("compiled", "cpu", torch.float32, [WIDE] * wide)
+    return PanelProduct(Launcher(), float32_panels(weight, wide), bias, choice)
 
 
 def multiply(product: PanelProduct, x: torch.Tensor, outputs: int) -> torch.Tensor:

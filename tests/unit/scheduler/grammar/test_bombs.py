@@ -8,7 +8,7 @@ import pytest
 
 from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputParams
 from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_OPTIONAL_PROPERTIES, MAX_ROW_ITEMS
-from services.scheduler.grammar.trial.messages import TrialVerdict
+from services.scheduler.grammar.trial.measure import TrialVerdict
 from services.scheduler.grammar.trial.process import TrialProcess
 from tests.unit.scheduler.grammar.support import CompilerClient, matches, wait
 

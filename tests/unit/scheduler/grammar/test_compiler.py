@@ -20,6 +20,7 @@ from services.scheduler.grammar import compiler as compiler_module
 from services.scheduler.grammar.base import OVERLOADED
 from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache
 from services.scheduler.grammar.trial.child import FAILPOINT
+from services.scheduler.grammar.trial.process import MODULE
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.requests import generate
 from tests.unit.scheduler.grammar.support import (
@@ -39,7 +40,7 @@ REGEX = GrammarKind.REGEX
 def children() -> set[int]:
     """Return the process ids of all trial processes, also of other compilers."""
     found = psutil.Process().children()
-    return {child.pid for child in found if "services.scheduler.grammar.trial" in child.cmdline()}
+    return {child.pid for child in found if MODULE in child.cmdline()}
 
 
 def test_equal_grammars_in_flight_are_compiled_once(compiler: CompilerClient) -> None:
