@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from services.checkpoint.gguf import forget_headers
 from services.cli import preflight
 from services.cli.child_process import RESTART_WINDOW
 from services.cli.control import EngineControl
@@ -20,6 +21,7 @@ from services.cli.supervisor import Supervisor
 from services.config import ServeConfig
 from services.kv_keeper import keeping
 from services.private import private_directory, short_base
+from services.process import end_start_up
 
 DIRECTORY_PREFIX = "runahead-serve-"
 """Prefix of the private directory with the sockets and configurations of a server."""
@@ -68,6 +70,8 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
             screen.loading(state)
             return POLL_INTERVAL
         is_ready = True
+        forget_headers()
+        end_start_up()
         screen.done()
         if on_ready is not None:
             on_ready(supervisor.stop)

@@ -16,6 +16,7 @@ import uvloop
 
 from protocol.transport import HandshakeRefused
 from services.checkpoint import CheckpointError
+from services.checkpoint.gguf import forget_headers
 from services.config import FrontendConfig
 from services.frontend.app import with_routes
 from services.frontend.context import AppContext
@@ -37,7 +38,7 @@ from services.frontend.placement import Placement
 from services.frontend.request_log import EndedRequestLog
 from services.frontend.responses_api.files import response_files
 from services.frontend.steps.ring import StepRing
-from services.process import HANG_FACTOR, STARTED, HangAlarm, start_log
+from services.process import HANG_FACTOR, STARTED, HangAlarm, end_start_up, start_log
 
 log = logging.getLogger("runahead.frontend")
 
@@ -208,8 +209,8 @@ def run(config: FrontendConfig) -> int:
         alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
         start_log.debug("building the API")
         service = FrontendService(config, model, listener, alarm)
-        gc.collect()
-        gc.freeze()  # what was made so far stays alive; the first collection would take tens of milliseconds for it
+        forget_headers()
+        end_start_up()
         gc.set_threshold(GC_THRESHOLD)
         start_log.debug(STARTED)
         for number in (signal.SIGTERM, signal.SIGINT):

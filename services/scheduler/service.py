@@ -5,7 +5,6 @@ messages, then the actions of the group, then everything there is to send.
 """
 
 import contextlib
-import gc
 import logging
 import math
 import os
@@ -39,8 +38,9 @@ from protocol.requests import (
 from protocol.silence import SIGN_INTERVAL
 from protocol.steps import BlocksLoaded, ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
 from protocol.suspects import SUSPECT_AFTER
+from services.checkpoint.gguf import forget_headers
 from services.config import SchedulerConfig
-from services.process import HANG_FACTOR, NO_ALARM, STARTED, HangAlarm, start_log, stop_signals
+from services.process import HANG_FACTOR, NO_ALARM, STARTED, HangAlarm, end_start_up, start_log, stop_signals
 from services.scheduler.build import CoreListener, CoreStart, build_core
 from services.scheduler.cache_control import CacheControl
 from services.scheduler.cached_blocks import CachedBlockReports
@@ -383,8 +383,8 @@ class Service:
         self.engine = build_core(self.config, start, policy)
         for listener in self._listeners:
             listener.attach(self.engine, start)
-        gc.collect()
-        gc.freeze()
+        forget_headers()
+        end_start_up()
         return self.engine
 
     # -- out -----------------------------------------------------------------------------------------------------

@@ -102,6 +102,11 @@ def read_header(path: Path) -> GgufHeader:
     return _read(path, status.st_size, status.st_mtime_ns)
 
 
+def forget_headers() -> None:
+    """Free the headers that were read, which hold every token of a vocabulary; they are read again when needed."""
+    _read.cache_clear()
+
+
 @lru_cache(maxsize=4)
 def _read(path: Path, size: int, _mtime: int) -> GgufHeader:
     if size < len(MAGIC) + 4 + 8 + 8:

@@ -2,12 +2,13 @@
 
 import struct
 import tracemalloc
+import weakref
 from pathlib import Path
 
 import pytest
 
 from services.checkpoint import CheckpointError
-from services.checkpoint.gguf import read_header
+from services.checkpoint.gguf import forget_headers, read_header
 from services.checkpoint.gguf.rope import rope_scaling
 from tests.unit.checkpoint.gguf_files import RawFile, entry, tensor, text
 
@@ -30,6 +31,15 @@ def test_header_is_read(tmp_path: Path) -> None:
     a, b = header.tensors.values()
     assert (a.shape, a.type.name, a.size) == ((2, 4), "F32", 32)
     assert (b.shape, b.type.name, b.size, b.begin - a.begin) == ((3, 32), "Q4_0", 54, 32)
+
+
+def test_header_is_kept_until_it_is_forgotten(tmp_path: Path) -> None:
+    file = RawFile([ARCHITECTURE], [tensor("a", (4, 2), F32, 0)], bytes(32)).write(tmp_path / "m.gguf")
+    kept = weakref.ref(header := read_header(file))
+    assert read_header(file) is header
+    del header
+    forget_headers()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor", "yarn_ext_factor"])
