@@ -19,6 +19,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": partial(random_model, "qwen3", **DEEP, head_dim=32),
     "gemma3": VARIANTS["gemma3"],
     "gpt-oss": VARIANTS["gpt-oss"],
+    "llama4": VARIANTS["llama4"],
 }
 UNEQUAL: dict[str, Callable[[], PreTrainedModel]] = {
     "nine-heads": lambda: _with_heads(9, 3, attention_bias=True),
