@@ -11,8 +11,6 @@ from services.checkpoint.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FAC
 
 _LLAMA3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 """Parameters of all published models of this kind. A file contains only the factors that are computed from them."""
-_HIGH_FACTORS = (4.0, 1.0)
-"""`high_freq_factor` of Llama 3.1 and 3.2, and of Llama 4."""
 _TOLERANCE = 1e-3
 
 
@@ -70,7 +68,7 @@ def _longrope(header: GgufHeader, head_dim: int, original: dict[str, int]) -> di
 def _llama3(header: GgufHeader, head_dim: int, theta: float) -> dict[str, Any]:
     factors = _read_factors(header, ROPE_FACTORS, head_dim)
     scaling = {"rope_type": "llama3", "factor": round(float(factors.max(initial=1.0)), 3), **_LLAMA3}
-    for high in _HIGH_FACTORS:
+    for high in (4.0, 1.0):  # Llama 3.1 and 3.2, Llama 4
         scaling["high_freq_factor"] = high
         if np.allclose(factors, _factors(scaling, head_dim, theta), rtol=_TOLERANCE):
             return scaling

@@ -63,8 +63,7 @@ def affordable_blocks(budget: int, bytes_per_block: int, reserved: int = 0) -> i
 def context_limit(requested: int, positions: int, counted: str = "of the model") -> int:
     """Return the context length to serve: `requested`, or the model's `positions` if it is 0.
 
-    Args:
-        counted: what `positions` counts, for the message
+    `counted`: words behind the number of positions in the error.
 
     Raises: LoadError, if more is requested than the model has.
     """

@@ -38,8 +38,8 @@ class TensorNames(NamedTuple):
     gate and up alternate; or, with the suffix `weight`, [experts, outputs, inputs], where up follows gate."""
     alternating: bool = True
     """False: up follows gate without the suffix, too."""
-    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
-    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_expert: str = "mlp.shared_expert."
+    """Begin of the names `gate_proj`, `up_proj` and `down_proj`."""
 
 
 class ExpertsConfig(NamedTuple):
@@ -112,7 +112,7 @@ class ModelConfig:
     """Each head has a sink: one more score in the softmax, without a value."""
     experts: ExpertsConfig | None = None
     positions: str = "of the model"
-    """What `max_position` counts, for messages."""
+    """Words behind the number of positions in messages."""
 
     @property
     def divided_widths(self) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ class ShardLoader:
         qkv = _parts(c.names.qkv, (heads, own_heads, order), (kv, own_kv, order), (kv, own_kv, None))
         self._refuse_unread(at)
         norms = (at + name + ".weight" if name else "" for name in c.names[:4])
-        experts = None if c.experts is None or number in c.experts.dense_layers else c.experts
+        experts = part.config.experts
         attention_in, attention_out, mlp_in, mlp_out = (self.norm(x) if x else None for x in norms)
         return Layer(
             attention_in,
@@ -101,7 +101,7 @@ class ShardLoader:
             head_norms=self._head_norms(at, number, order),
             sinks=self._sinks(at) if c.sinks else None,
             out=self._by_inputs(at + "self_attn.o_proj", heads, own_heads, c.out_bias),
-            mlp=self._mlp(at) if experts is None else self._experts(at, experts),
+            mlp=self._mlp(at) if experts is None or number in experts.dense_layers else self._experts(at, experts),
         )
 
     def _head_norms(self, at: str, layer: int, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -134,16 +134,16 @@ class ShardLoader:
 
     def _experts(self, at: str, experts: ExpertsConfig) -> Experts:
         """The experts of this rank, and the whole router. Raises: LoadError, where experts are not supported."""
-        c, whole, own, shared = self._whole, slice(None), self._part.config.experts, None
-        assert own is not None, "a rank has experts if the model has"
+        c, whole, shared = self._whole, slice(None), None
         router = [_Part(c.names.router, experts.number, whole)]
         read = self._stacked_expert if at + c.names.stacked_experts[0] in self._checkpoint else None
-        if width := experts.shared_width:
-            names = c.names.shared_gate_up, c.names.shared_down
-            shared = self._gated(at, *names, width, self._part.shared, experts.bias)
+        if experts.shared_width:
+            gate, up, down = (c.names.shared_expert + name for name in ("gate_proj", "up_proj", "down_proj"))
+            width = experts.shared_width * self._part.shard.tensor_parallel_size
+            shared = self._gated(at, (gate, up), down, width, self._part.shared, experts.bias)
         return Experts(
             self._network,
-            own,
+            experts,
             self._by_outputs(at, router, experts.router_bias, "none"),
             self._part.experts,
             [(read or self._expert)(at, number, experts) for number in self._part.experts],

@@ -1,13 +1,12 @@
-"""Llama 4's text: experts beside one that all tokens share, neighbouring dimensions rotated together, and layers
-without positions.
+"""Llama 4's text: experts beside one that all tokens share, and layers without positions.
 
-Layers with positions attend within chunks, and in the others scores grow with the position. Neither changes anything
-before the first border, so the context ends there.
+Layers with positions attend within chunks; in the others scores grow with the position. Neither changes anything before
+its first border, so the context ends there.
 """
 
 from dataclasses import replace
 
-from services.worker.backends.native.model.architectures import llama
+from services.worker.backends.native.model.architectures import llama, smollm3
 from services.worker.backends.native.model.config import Architecture, ExpertsConfig, ModelConfig, TensorNames
 from services.worker.backends.native.model.config_reader import ConfigReader
 from services.worker.backends.native.model.rope_config import read_rope
@@ -15,7 +14,7 @@ from services.worker.runner import LoadError
 
 BEFORE = "before attention_chunk_size and floor_scale change the attention, which is not supported"
 CHUNKED, FULL = "chunked_attention", "full_attention"
-_EXPERT, _SHARED = "feed_forward.experts.{}.", "feed_forward.shared_expert."
+_EXPERT = "feed_forward.experts.{}."
 NAMES = TensorNames(
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
@@ -24,16 +23,12 @@ NAMES = TensorNames(
     expert_down=_EXPERT + "down_proj",
     stacked_experts=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
     alternating=False,
-    shared_gate_up=(_SHARED + "gate_proj", _SHARED + "up_proj"),
-    shared_down=_SHARED + "down_proj",
+    shared_expert="feed_forward.shared_expert.",
 )
 
 
 def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
-    layers, interval = model.num_layers, config.size("no_rope_layer_interval")
-    default = [int((number + 1) % interval != 0) for number in range(layers)]
-    given = ConfigReader({"no_rope_layers": config.raw.get("no_rope_layers") or None})  # an empty list is none
-    rotated = given.by_layer("no_rope_layers", layers, default, (0, 1))
+    rotated = smollm3.rotated(config, model.num_layers)
     rope = replace(read_rope(config, model.head_dim), neighbours=True)
     exact = _exact_positions(config, rotated)
     return replace(
