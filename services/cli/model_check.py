@@ -105,8 +105,8 @@ def context_length(config: ServeConfig, model: ModelConfig) -> int:
     """Return the tokens of the longest sequence. Raises: ConfigurationError, if the model has fewer positions"""
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ConfigurationError(
-            f"--max-model-len {config.max_model_len} is more than the {model.max_position} positions of the model; "
-            f"use --max-model-len {model.max_position}"
+            f"--max-model-len {config.max_model_len} is more than the {model.max_position} positions "
+            f"{model.positions}; use --max-model-len {model.max_position}"
         )
     return config.max_model_len or model.max_position
 

@@ -19,6 +19,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": partial(random_model, "qwen3", **DEEP, head_dim=32),
     "gemma3": VARIANTS["gemma3"],
     "gpt-oss": VARIANTS["gpt-oss"],
+    "llama4": partial(VARIANTS["llama4"], num_hidden_layers=5, moe_layers=[1, 2, 4], no_rope_layers=[1, 0, 1, 0, 1]),
 }
 UNEQUAL: dict[str, Callable[[], PreTrainedModel]] = {
     "nine-heads": lambda: _with_heads(9, 3, attention_bias=True),

@@ -34,7 +34,7 @@ def prompts(family: Family, number: int = 4) -> list[list[int]]:
 def models_and_layouts() -> list[object]:
     """Return every model with every layout, of which one model has all layouts per change."""
     others = {("untied-biased", (4, 1)), ("untied-biased", (1, 2)), ("qwen3", (2, 1)), ("qwen3", (2, 2))}
-    others |= {("gemma3", (2, 2)), ("gpt-oss", (2, 2))}
+    others |= {("gemma3", (2, 2)), ("gpt-oss", (2, 2)), ("llama4", (2, 1))}
     return [
         pytest.param(
             name,

@@ -117,8 +117,21 @@ def _gpt_oss(header: GgufHeader) -> dict[str, Any]:
     }
 
 
+def _llama4(header: GgufHeader) -> dict[str, Any]:
+    """The file names neither layers without positions nor the temperature; they are those of all published models.
+    The one with 128 experts has no norms of queries and keys."""
+    return {
+        "intermediate_size": _expert_size(header),
+        "intermediate_size_mlp": _size(header, "feed_forward_length"),
+        "interleave_moe_layer_step": _size(header, "interleave_moe_layer_step"),
+        "use_qk_norm": _size(header, "expert_count") != 128,
+        "attention_chunk_size": _size(header, "attention.sliding_window", 8192),
+    }
+
+
 _OTHER: dict[str, Callable[[GgufHeader], dict[str, Any]]] = {
     "granite": _granite, "granitemoe": _granite, "gemma3": _gemma3, "phi3": _phi3, "gpt-oss": _gpt_oss,
+    "llama4": _llama4,
 }  # fmt: skip
 """Keys of config.json that only some architectures have."""
 
@@ -172,7 +185,7 @@ def _refuse_unsupported(header: GgufHeader, head_dim: int) -> None:
         )
     context = header.integer(at + "context_length")
     is_windowed = 0 < header.integer(at + "attention.sliding_window", 0) < context
-    if is_windowed and header.architecture not in ("gemma3", "phi3", "gpt-oss"):
+    if is_windowed and header.architecture not in ("gemma3", "phi3", "gpt-oss", "llama4"):
         raise CheckpointError(
             f"{header.path}: attention with a sliding window is not supported with architecture {header.architecture}"
         )

@@ -42,6 +42,11 @@ _MIXTRAL_EXPERTS = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+_LLAMA4 = {
+    f"ffn_{part}{suffix}": f"feed_forward.{block}{part}_proj"
+    for suffix, block in {"": "", "_exps": "experts.{}.", "_shexp": "shared_expert."}.items()
+    for part in ("gate", "up", "down")
+}
 
 
 class GgufArchitecture(NamedTuple):
@@ -97,6 +102,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "attn_sinks": SINKS,
         },
         stacks_experts=True,
+    ),
+    "llama4": GgufArchitecture(
+        "Llama4ForCausalLM", "llama4_text", {**_LLAMA4, "ffn_gate_inp": "feed_forward.router"}, stacks_experts=True
     ),
 }
 

@@ -29,6 +29,7 @@ def _words(digits: str) -> list[dict[str, Any]]:
     return [_split(_WORDS.format(digits=digits)), _BYTES_ONLY]
 
 
+_CASED = [_split(_CASED_WORDS), _BYTES_ONLY]
 _DEFAULT = [
     _split(r"[\p{P}\$\+<=>\^~\|]+"),
     _split(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
@@ -46,7 +47,7 @@ _BY_NAME: dict[str, list[dict[str, Any]]] = {
     "olmo": [BYTE_LEVEL],
     "default": _DEFAULT,
     **dict.fromkeys(("smollm", "refact", "starcoder"), _DIGITS),
-    "gpt-4o": [_split(_CASED_WORDS), _BYTES_ONLY],
+    **dict.fromkeys(("gpt-4o", "llama4"), _CASED),
     **dict.fromkeys(("dbrx", "smaug-bpe", *ADD_BOS), _words(r"\p{N}{1,3}")),
     **dict.fromkeys(_QWEN, _words(r"\p{N}")),
 }

@@ -9,7 +9,7 @@ from services.checkpoint.errors import CheckpointError
 from services.checkpoint.gguf.header import GgufHeader
 from services.checkpoint.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 """Parameters of all published models of this kind. A file contains only the factors that are computed from them."""
 _TOLERANCE = 1e-3
 
@@ -68,15 +68,17 @@ def _longrope(header: GgufHeader, head_dim: int, original: dict[str, int]) -> di
 def _llama3(header: GgufHeader, head_dim: int, theta: float) -> dict[str, Any]:
     factors = _read_factors(header, ROPE_FACTORS, head_dim)
     scaling = {"rope_type": "llama3", "factor": round(float(factors.max(initial=1.0)), 3), **_LLAMA3}
-    if not np.allclose(factors, _factors(scaling, head_dim, theta), rtol=_TOLERANCE):
-        raise CheckpointError(f"{header.path}: the values of {ROPE_FACTORS} are not those of Llama 3.1 or 3.2")
-    return scaling
+    for high in (4.0, 1.0):  # Llama 3.1 and 3.2, Llama 4
+        scaling["high_freq_factor"] = high
+        if np.allclose(factors, _factors(scaling, head_dim, theta), rtol=_TOLERANCE):
+            return scaling
+    raise CheckpointError(f"{header.path}: the values of {ROPE_FACTORS} are not those of Llama 3.1, 3.2 or 4")
 
 
 def _factors(scaling: dict[str, Any], head_dim: int, theta: float) -> np.ndarray[Any, np.dtype[np.float64]]:
     """float64[head_dim / 2]: divisors of the frequencies. Source: `_compute_llama3_parameters` of transformers."""
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / max(high - low, 1e-9)
     divisors: np.ndarray[Any, np.dtype[np.float64]] = 1 / ((1 - smooth.clip(0, 1)) / factor + smooth.clip(0, 1))
     return divisors

@@ -7,7 +7,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Values of `tokenizer.ggml.token_type`."""
 _KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
 _ENDS = (
-    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>",
 )  # fmt: skip
 """Control tokens that end an answer in the chat formats of common models. Many files name only one of them."""
 _HARMONY_ENDS = ("<|return|>", "<|call|>")

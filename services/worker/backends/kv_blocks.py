@@ -60,13 +60,15 @@ def affordable_blocks(budget: int, bytes_per_block: int, reserved: int = 0) -> i
     return blocks
 
 
-def context_limit(requested: int, positions: int) -> int:
+def context_limit(requested: int, positions: int, counted: str = "of the model") -> int:
     """Return the context length to serve: `requested`, or the model's `positions` if it is 0.
+
+    `counted`: words behind the number of positions in the error.
 
     Raises: LoadError, if more is requested than the model has.
     """
     if requested > positions:
         raise LoadError(
-            f"max_model_len {requested} is more than the {positions} positions of the model; lower --max-model-len"
+            f"max_model_len {requested} is more than the {positions} positions {counted}; lower --max-model-len"
         )
     return requested or positions

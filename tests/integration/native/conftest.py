@@ -104,6 +104,11 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
         **SMALL, **TOKENS, head_dim=24, num_local_experts=4, num_experts_per_tok=2, sliding_window=15,
         rope_parameters={**YARN, "truncate": False},
     ),
+    "llama4": partial(
+        random_model, "llama4_text",
+        **{**SMALL, "intermediate_size": 40}, **TOKENS, head_dim=24, intermediate_size_mlp=104, num_local_experts=4,
+        num_experts_per_tok=2, moe_layers=[1, 2], no_rope_layers=[1, 0, 1], rope_parameters=LLAMA3,
+    ),
 }  # fmt: skip
 
 

@@ -70,6 +70,11 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         random_model, "gpt_oss", **SMALL, **TOKENS, head_dim=32, num_local_experts=4, num_experts_per_tok=2,
         sliding_window=7, rope_parameters={**YARN, "truncate": False},
     ),
+    "llama4": partial(
+        random_model, "llama4_text", **{**SMALL, "intermediate_size": 32, "num_hidden_layers": 4}, **TOKENS,
+        head_dim=16, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=2, interleave_moe_layer_step=2,
+        rope_parameters={**LLAMA31, "rope_theta": 2e5, "factor": 16.0, "high_freq_factor": 1.0},
+    ),
 }  # fmt: skip
 _ORIGINAL = {"phi3": 256, "gpt-oss": 32}
 """Positions before rotary scaling."""
@@ -109,7 +114,7 @@ def write(path: Path, name: str, kind: str) -> Family:
         for part in ("long", "short"):
             factors = np.array(LONGROPE[f"{part}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{part}.weight", factors)
-    if "llama3" in name:
+    if "llama3" in name or family == "llama4":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(model))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -123,7 +128,7 @@ def _write_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     writer.add_head_count(config.num_attention_heads)
     kv_heads, layers = config.num_key_value_heads, config.num_hidden_layers
     writer.add_head_count_kv([kv_heads] * layers if writer.arch == "granite" else kv_heads)  # as of Granite 4
@@ -139,6 +144,8 @@ def _write_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:
         writer.add_expert_count(number)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if writer.arch == "llama4":
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -167,12 +174,13 @@ def _write_sizes(writer: GGUFWriter, model: PreTrainedModel) -> None:
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters, and those of experts as views with gate and up apart."""
     for key, parameter in model.named_parameters():
-        prefix, _, part = key.replace("block_sparse_moe", "mlp").rpartition("mlp.experts.")
+        prefix, _, part = re.sub("block_sparse_moe|feed_forward", "mlp", key).rpartition("mlp.experts.")
         if not prefix:
             yield key, parameter
             continue
-        alternates, kind = model.config.model_type == "gpt_oss", "bias" if part.endswith("bias") else "weight"
-        values = parameter.transpose(1, 2) if alternates and kind == "weight" else parameter
+        of, kind = model.config.model_type, "bias" if part.endswith("bias") else "weight"
+        alternates, turned = of == "gpt_oss", of in ("gpt_oss", "llama4_text")
+        values = parameter.transpose(1, 2) if turned and kind == "weight" else parameter
         if part.startswith("down"):
             yield f"{prefix}mlp.experts.down_proj.{kind}", values
             continue
@@ -230,6 +238,6 @@ def random_blocks(kind: str, shape: tuple[int, ...], size: float = 0.05) -> NDAr
 def _llama3_factors(model: PreTrainedModel) -> NDArray[np.float32]:
     """As the converter computes them."""
     head_dim = model.config.hidden_size // model.config.num_attention_heads
-    plain = 1.0 / 5000.0 ** (np.arange(0, head_dim, 2) / head_dim)
+    plain = 1.0 / model.config.rope_parameters["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
     scaled = model.model.rotary_emb.inv_freq.numpy()
     return (plain / scaled).astype(np.float32)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from services.checkpoint import CheckpointError
+from services.worker.backends.native.model.config import ModelConfig
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import RunnerDriver
@@ -72,6 +74,10 @@ def test_config_that_cannot_be_computed(copy: Path, changes: dict[str, Any], sai
         ("gpt-oss", {"layer_types": [[]] * 3}, "layer_types must name full_attention or sliding_attention for each"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "'decoder_sparse_step' 2 is not supported"),
         ("qwen3-moe", {"num_experts_per_tok": 7}, "'num_experts_per_tok' 7 is above the number of experts, 6"),
+        ("llama4", {"moe_layers": [1, 3]}, "moe_layers must name some of the layers 0 to 2, it is [1, 3]"),
+        ("llama4", {"moe_layers": [2]}, "no tensor model.layers.1.feed_forward.gate_proj.weight"),
+        ("llama4", {"intermediate_size_mlp": 96}, "gate_proj.weight is [104, 64], but config.json says [96, 64]"),
+        ("llama4", {"no_rope_layers": [1]}, "no_rope_layers must name 0 or 1 for each of 3 layers"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
@@ -136,6 +142,26 @@ def test_missing_shard(make_family: Callable[[str], Family], tmp_path: Path) -> 
 
 def test_context_longer_than_the_model(copy: Path) -> None:
     assert "max_model_len 300 is more than the 256 positions" in refusal(copy, max_model_len=300)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"attention_chunk_size": 20}, {"floor_scale": 21}, {"attention_chunk_size": 30, "floor_scale": 21}],
+    ids=str,
+)
+@torch.no_grad()
+def test_the_context_of_llama4_ends_before_its_attention_changes(
+    make_family: Callable[[str], Family], tmp_path: Path, changes: dict[str, int]
+) -> None:
+    family, ids = make_family("llama4"), torch.arange(3, 43)[None]
+    path = Path(shutil.copytree(family.path, tmp_path / "model"))
+    edit_config(path, **changes)
+    whole = AutoModelForCausalLM.from_pretrained(path)(ids).logits[0]
+    differences = (whole - family.model(ids).logits[0]).abs().amax(1)
+    assert differences[:20].max() < 1e-4 < differences[20]
+    assert ModelConfig.from_checkpoint(path).max_position == 20
+    text = refusal(path, max_model_len=21)
+    assert "21 is more than the 20 positions before attention_chunk_size and floor_scale change the attention" in text
 
 
 def test_cache_too_small_for_a_block(copy: Path) -> None:

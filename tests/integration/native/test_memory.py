@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -11,6 +12,7 @@ from services.config import WorkerConfig
 from services.worker.backends.native.memory import rank_memory
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import ModelPart
+from tests.integration.native.conftest import Family
 from tests.integration.native.driver import RunnerDriver
 
 
@@ -35,3 +37,15 @@ def test_memory_is_known_before_weights_are_read(settings: dict[str, str], caplo
 def test_every_implementation_counts_a_tied_head_once(caplog: pytest.LogCaptureFixture) -> None:
     compiled, plain = (start(caplog, dtype="bfloat16", kernels=each)[1] for each in ("compiled", "reference"))
     assert compiled == pytest.approx(plain, abs=0.051)
+
+
+def test_memory_of_experts_beside_a_shared_one_and_dense_layers(make_family: Callable[[str], Family]) -> None:
+    family, shards = make_family("llama4"), [Shard(rank, 2, 0, 1) for rank in range(2)]
+    config = WorkerConfig(model=str(family.path), dtype="float32")
+    sizes = {name: p.numel() for name, p in family.model.named_parameters() if p.ndim > 1 and "router" not in name}
+    whole = ModelConfig.from_checkpoint(family.path)
+    one, *two = (
+        rank_memory(config, family.path, ModelPart.from_shard(whole, shard), 16).weights for shard in (Shard(), *shards)
+    )
+    assert one == 4 * sum(sizes.values())
+    assert sum(two) == one + 2 * 4 * whole.hidden_size  # 211 token ids, padded, in the embedding and the head

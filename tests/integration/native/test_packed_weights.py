@@ -78,7 +78,14 @@ def test_every_architecture_starts_with_the_same_bits(
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("Q8_0", "llama"), ("Q4_K", "llama-wide"), ("Q8_0", "qwen3moe"), ("MXFP4", "gpt-oss"), ("F16", "llama-biased")],
+    [
+        ("Q8_0", "llama"),
+        ("Q4_K", "llama-wide"),
+        ("Q8_0", "qwen3moe"),
+        ("Q8_0", "llama4"),
+        ("MXFP4", "gpt-oss"),
+        ("F16", "llama-biased"),
+    ],
 )
 @pytest.mark.parametrize("quantization", [None, "none"])
 def test_gguf_files(

@@ -5,7 +5,6 @@ import logging
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from protocol.membership import Shard
 from protocol.sampling import SamplingParams
@@ -19,7 +18,9 @@ from services.worker.kernels.quantized_weight import quantized
 from services.worker.kernels.selection import TILES, KernelChoice
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import SMALL, Family, save
+from tests.integration.native.conftest import TOKENS as EOS
 from tests.integration.native.driver import RunnerDriver
+from tests.random_models import random_model
 
 TOKENS = 12
 PARAMS = SamplingParams(max_tokens=100, temperature=0.9, seed=7, logprobs=3, prompt_logprobs=1)
@@ -27,12 +28,15 @@ MODES = [("bfloat16", None), ("bfloat16", "int8"), ("float32", "int4")]
 each_mode = pytest.mark.parametrize(("dtype", "quantization"), MODES)
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Family:
+@pytest.fixture(scope="module", params=["llama", "llama4_text"])
+def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Sizes are multiples of 32, and so large that oneDNN chooses the order of sums by the number of rows."""
     torch.manual_seed(0)
     sizes = {**SMALL, "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 600, "initializer_range": 0.05}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True, head_dim=64))
+    if request.param == "llama4_text":
+        sizes |= {**EOS, "intermediate_size": 512, "intermediate_size_mlp": 1536, "moe_layers": [1, 2]}
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "no_rope_layers": [1, 0, 1]}
+    model = random_model(request.param, **sizes, tie_word_embeddings=True, head_dim=64)
     return save(model, tmp_path_factory.mktemp("wide") / "model")
 
 
@@ -75,9 +79,11 @@ def test_batches_chunks_and_steps_in_flight_change_no_bit(wide: Family, dtype: s
 def test_logits_equal_transformers_on_the_dequantised_weights(wide: Family, quantization: str) -> None:
     dequantised = Family(copy.deepcopy(wide.model), wide.path)
     for name, parameter in dequantised.model.named_parameters():
-        if parameter.dim() == 2:
-            kind = "int8" if "embed" in name or quantization == "int8" else "int4"
+        kind = "int8" if "embed" in name or quantization == "int8" else "int4"
+        if parameter.dim() == 2 and "router" not in name:
             parameter.data = quantized(parameter.data, kind).dequantized()
+        for expert in parameter.data if parameter.dim() == 3 else ():
+            expert.copy_(quantized(expert.t(), kind).dequantized().t())
     driver = RunnerDriver(wide.path, quantization=quantization, dtype="float32")
     reference = RunnerDriver(wide.path, quantization=quantization, dtype="float32", kernels="reference")
     for each in (driver, reference):

@@ -203,8 +203,12 @@ def test_special_tokens_template_and_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "ends"),
-    [(["<|return|>", "<|end|>", "<|call|>"], [0, 2]), (["<|eot_id|>", "x", "<|eom_id|>"], [0, 2])],
-    ids=["a message of gpt-oss does not end the answer", "a tool call of Llama 3.1 does"],
+    [
+        (["<|return|>", "<|end|>", "<|call|>"], [0, 2]),
+        (["<|eot_id|>", "x", "<|eom_id|>"], [0, 2]),
+        (["<|eot|>", "x", "<|eom|>"], [0, 2]),
+    ],
+    ids=["a message of gpt-oss does not end the answer", "a tool call of Llama 3.1 does", "one of Llama 4 does"],
 )
 def test_tokens_that_end_an_answer(tokens: list[str], ends: list[int], tmp_path: Path) -> None:
     writer = write(tmp_path / "m.gguf", "gpt2", dict(zip(tokens, range(3), strict=True)), [3, 3, 3])
@@ -237,6 +241,7 @@ def test_default_rules_divide_numbers_by_three() -> None:
     content = json.loads(tokenizer.to_str()) | {"pre_tokenizer": rules}
     parts = Tokenizer.from_str(json.dumps(content)).pre_tokenizer.pre_tokenize_str("It's 12345 a+b")
     assert [part for part, _ in parts] == ["It", "'", "s", "Ġ", "123", "45", "Ġa", "+", "b"]
+    assert pre_tokenizer("llama4") == pre_tokenizer("gpt-4o")
 
 
 @pytest.mark.skipif(packaged_model() is None, reason="deploy/model.txt is not installed")

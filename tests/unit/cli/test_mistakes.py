@@ -35,7 +35,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "/models/llama"), "no such model directory: /models/llama; give a directory"),
     (("serve", "llama.gguf"), "no such model file: llama.gguf"),
     (("serve", "{folder}"), "config.json is missing; give a model directory in Hugging Face format"),
-    (("serve", "{other}"), "GptOssForCausalLM; try --backend vllm (docs/vllm.md)"),
+    (("serve", "{other}"), "Llama4ForCausalLM; try --backend vllm (docs/vllm.md)"),
     (("serve", DEMO, "--max-model-len", "128K"), "more than the 2048 positions of the model; use --max-model-len 2048"),
     (("plan", DEMO, "--max-model-len", "4096"), "more than the 2048 positions of the model"),
     (("serve", DEMO, "--tensor-parallel-size", "3"), "cannot be cut for 3 tensor-parallel ranks, only for 1, 2, 4"),

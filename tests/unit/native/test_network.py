@@ -76,14 +76,14 @@ def test_norm_of_an_output_and_a_residual_without_a_norm(implementation: str, dt
 
 
 @every_implementation
-@pytest.mark.parametrize("normalised", [True, False])
-def test_routing(implementation: str, normalised: bool) -> None:
+@pytest.mark.parametrize(("normalised", "sigmoid"), [(True, False), (False, False), (False, True)])
+def test_routing(implementation: str, normalised: bool, sigmoid: bool) -> None:
     """Rows of one expert lie together; equal logits choose the lowest number; a row alone has the same bits."""
     torch.manual_seed(0)
     routing, logits = network(implementation).routing, torch.randn(40, 6)
     logits[3] = 0.5
-    routed = routing.route(logits, 2, normalised)
-    chances = logits.softmax(1)
+    routed = routing.route(logits, 2, normalised, sigmoid)
+    chances = logits.sigmoid() if sigmoid else logits.softmax(1)
     best = chances.topk(2, 1)
     for expert, (start, end) in enumerate(zip(routed.ends, routed.ends[1:], strict=False)):
         tokens = routed.tokens[start:end]

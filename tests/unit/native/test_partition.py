@@ -113,5 +113,10 @@ def test_whole_experts_are_shared_and_norms_over_all_heads_are_not() -> None:
     assert [part.experts for part in parts] == [range(2), range(2, 4), range(4, 6)]
     with pytest.raises(LoadError, match="a layer has 6 experts"):
         ModelPart.from_shard(mixture, Shard(0, 4, 0, 1))
+    shared = replace(mixture, experts=ExpertsConfig(6, 2, 40, False, shared_width=33, dense_layers=frozenset({0})))
+    part = ModelPart.from_shard(shared, Shard(1, 3, 0, 1))
+    assert (part.shared, part.config.experts.shared_width, part.intermediate) == (slice(11, 22), 11, slice(32, 64))
+    with pytest.raises(LoadError, match="only for 1, 3: the MLP is 96 or 33 wide"):
+        ModelPart.from_shard(shared, Shard(0, 2, 0, 1))
     with pytest.raises(LoadError, match="only for 1: the norm of queries and keys is over all heads"):
         ModelPart.from_shard(replace(model(), qk_norm_of_all_heads=True), Shard(0, 2, 0, 1))

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.worker.backends.native.model.config_reader import ConfigReader
 from services.worker.backends.native.model.rope import head_order, rotation
-from services.worker.backends.native.model.rope_config import read_rope
+from services.worker.backends.native.model.rope_config import Rope, read_rope
 
 HEAD_DIM, ORIGINAL, LONGEST = 16, 64, 512
 SCALED = {"factor": 8.0, "original_max_position_embeddings": ORIGINAL, "rope_theta": 5000.0}
@@ -25,7 +25,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("context", [ORIGINAL, LONGEST])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changes", [{}, {"truncate": None}, {"attention_factor": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"truncate": None}, {"attention_factor": 1.5}, {"high_freq_factor": 1.0}], ids=str
+)
 def test_frequencies_and_amplitudes(kind: str, changes: dict[str, Any], context: int) -> None:
     values = {"rope_type": kind, **KINDS[kind], **changes}
     config = LlamaConfig(
@@ -58,3 +60,4 @@ def test_dimensions_that_are_not_rotated_stand_behind_the_rotated_ones_of_each_h
     order = head_order(read_rope(ConfigReader(raw), 8), 8)
     assert order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert head_order(None, 8) is None
+    assert head_order(Rope(1e4, "default", neighbours=True), 8).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]

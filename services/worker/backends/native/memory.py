@@ -52,19 +52,22 @@ def rank_memory(
     """
     bits, whole, own = _bits(config, path, part.whole), part.whole, part.config
     queries, keys = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-    width = read = own.intermediate_size
-    if own.experts is not None:
-        width = len(part.experts) * own.experts.width
-        read = width * own.experts.per_token // own.experts.number
-    per_layer, per_token = (whole.hidden_size * (2 * queries + 2 * keys + 3 * mlp) for mlp in (width, read))
+    width = read = own.num_layers * own.intermediate_size
+    if (experts := own.experts) is not None:
+        dense = len(experts.dense_layers.intersection(part.layers))
+        always = dense * own.intermediate_size + (own.num_layers - dense) * experts.shared_width
+        routed = (own.num_layers - dense) * len(part.experts) * experts.width
+        width, read = always + routed, always + routed * experts.per_token // experts.number
+    attention = own.num_layers * (2 * queries + 2 * keys)
+    in_layers, per_token = (whole.hidden_size * (attention + 3 * mlps) for mlps in (width, read))
     rows = part.vocabulary_width * whole.hidden_size
     is_shared = whole.tied and part.is_last  # the same memory, in the layout of products
     tables = (part.is_first and not is_shared) * bits.embedding + part.is_last * bits.head
-    weights = (per_layer * own.num_layers * bits.layers + rows * tables) / 8
+    weights = (in_layers * bits.layers + rows * tables) / 8
     itemsize = 2 if served_dtype(config, whole) == "bfloat16" else 4
     groups = LayerGroups.of(part, most_groups, context)
     block = kv_block_bytes(groups.depth, own.num_kv_heads, own.head_dim, block_size, itemsize)
-    layers, head = per_token * own.num_layers * bits.layers, rows * part.is_last * bits.head
+    layers, head = per_token * bits.layers, rows * part.is_last * bits.head
     return RankMemory(round(weights), block, round((layers + head) / 8), groups.groups)
 
 

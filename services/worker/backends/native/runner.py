@@ -107,7 +107,8 @@ class NativeRunner:
         # One core stays free for the services that start at the same time. OpenMP's barriers would wait for it.
         torch.set_num_threads(max(1, threads - 1))
         model = self._kept.weights(assignment.shard, progress)
-        limit = context_limit(assignment.max_model_len, model.part.whole.max_position)
+        whole = model.part.whole
+        limit = context_limit(assignment.max_model_len, whole.max_position, whole.positions)
         drafter = self._kept.drafter(assignment, model, limit) if ranks.is_output else None
         torch.set_num_threads(threads)
         model.kernels.use_threads(threads)

@@ -151,8 +151,8 @@ class CpuNetwork(NetworkKernels):
 
 
 class CpuRouting(RoutingKernels):
-    def route(self, logits: torch.Tensor, per_token: int, normalised: bool) -> Routed:
-        tokens, weights, ends = routing.route(logits.float().numpy(), per_token, normalised)
+    def route(self, logits: torch.Tensor, per_token: int, normalised: bool, sigmoid: bool = False) -> Routed:
+        tokens, weights, ends = routing.route(logits.float().numpy(), per_token, normalised, sigmoid)
         return Routed(torch.from_numpy(tokens), torch.from_numpy(weights), ends.tolist())
 
     def combine(self, results: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tensor:

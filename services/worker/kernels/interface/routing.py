@@ -19,17 +19,18 @@ class Routed(NamedTuple):
 class RoutingKernels:
     """Called by the host between recorded operations. Rows are independent of one another."""
 
-    def route(self, logits: torch.Tensor, per_token: int, normalised: bool) -> Routed:
+    def route(self, logits: torch.Tensor, per_token: int, normalised: bool, sigmoid: bool = False) -> Routed:
         """Choose the experts of each token: those with the greatest logits, the lowest number among equals.
 
         Args:
             logits: activations[tokens, experts]
             normalised: the softmax is over the chosen experts, otherwise over all
+            sigmoid: a weight is the sigmoid of its logit; there is no softmax
         """
-        chances, every = logits.float().softmax(-1), logits.shape[1]
+        chances, every = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1), logits.shape[1]
         chosen = logits.float().sort(stable=True, dim=1, descending=True).indices[:, :per_token]
         weights = chances.gather(1, chosen)
-        if normalised:
+        if normalised and not sigmoid:
             weights = weights / weights.sum(1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
         ends = [0, *torch.bincount(chosen.flatten(), minlength=every).cumsum(0).tolist()]

@@ -36,6 +36,10 @@ class TensorNames(NamedTuple):
     stacked_experts: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     """Tensors that some checkpoints have for all experts of a layer together: [experts, inputs, outputs], where rows of
     gate and up alternate; or, with the suffix `weight`, [experts, outputs, inputs], where up follows gate."""
+    alternating: bool = True
+    """False: up follows gate without the suffix, too."""
+    shared_expert: str = "mlp.shared_expert."
+    """Begin of the names `gate_proj`, `up_proj` and `down_proj`."""
 
 
 class ExpertsConfig(NamedTuple):
@@ -50,6 +54,12 @@ class ExpertsConfig(NamedTuple):
     router_bias: bool = False
     bias: bool = False
     """Products of experts have biases."""
+    scales_input: bool = False
+    """The sigmoid of a chosen expert's logit is a factor of its input, instead of a softmax of its output."""
+    shared_width: int = 0
+    """Intermediate dimensions of one more expert, which computes all tokens; 0: there is none."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers with an MLP instead."""
 
 
 LLAMA_NAMES = TensorNames()
@@ -87,6 +97,8 @@ class ModelConfig:
     """Queries and keys are normalised before the rotation."""
     qk_norm_of_all_heads: bool = False
     """The norm is over all heads of a token together, so that a rank needs all of them."""
+    norms_rotated_heads: bool = False
+    """Queries and keys of layers with positions are normalised head by head, without weights."""
     norm_offset: float = 0.0
     """Added to the weights of norms as the checkpoint stores them."""
     activation: Activation = "silu"
@@ -99,6 +111,16 @@ class ModelConfig:
     sinks: bool = False
     """Each head has a sink: one more score in the softmax, without a value."""
     experts: ExpertsConfig | None = None
+    positions: str = "of the model"
+    """Words behind the number of positions in messages."""
+
+    @property
+    def divided_widths(self) -> tuple[int, ...]:
+        """Widths of the MLPs that tensor-parallel ranks divide among them; experts are not divided."""
+        if self.experts is None:
+            return (self.intermediate_size,)
+        dense = (self.intermediate_size,) if self.experts.dense_layers else ()
+        return (*dense, self.experts.shared_width) if self.experts.shared_width else dense
 
     @classmethod
     def from_checkpoint(cls, path: Path, architectures: "Mapping[str, Architecture] | None" = None) -> "ModelConfig":

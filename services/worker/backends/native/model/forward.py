@@ -42,7 +42,7 @@ class ForwardBuffers(Buffers):
         self.normed = self._rows("tokens", hidden, dtype=kind)
         self.qkv = self._rows("tokens", heads + 2 * c.num_kv_heads * c.head_dim, dtype=kind)
         self.attended = self._rows("tokens", heads, dtype=kind)
-        width = c.intermediate_size if c.experts is None else 1
+        width = c.intermediate_size if c.experts is None or c.experts.dense_layers else 1
         self.gate_up = self._rows("tokens", 2 * width, dtype=kind)
         self.gated = self._rows("tokens", width, dtype=kind)
         self.attention_out = self._rows("tokens", hidden, dtype=kind)

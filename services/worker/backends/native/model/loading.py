@@ -90,6 +90,7 @@ class ShardLoader:
         qkv = _parts(c.names.qkv, (heads, own_heads, order), (kv, own_kv, order), (kv, own_kv, None))
         self._refuse_unread(at)
         norms = (at + name + ".weight" if name else "" for name in c.names[:4])
+        experts = part.config.experts
         attention_in, attention_out, mlp_in, mlp_out = (self.norm(x) if x else None for x in norms)
         return Layer(
             attention_in,
@@ -97,14 +98,18 @@ class ShardLoader:
             mlp_in,
             mlp_out,
             qkv=self._by_outputs(at, qkv, c.qkv_bias),
-            head_norms=self._head_norms(at, order) if c.qk_norm else None,
+            head_norms=self._head_norms(at, number, order),
             sinks=self._sinks(at) if c.sinks else None,
             out=self._by_inputs(at + "self_attn.o_proj", heads, own_heads, c.out_bias),
-            mlp=self._mlp(at) if c.experts is None else self._experts(at, c.experts),
+            mlp=self._mlp(at) if experts is None or number in experts.dense_layers else self._experts(at, experts),
         )
 
-    def _head_norms(self, at: str, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _head_norms(self, at: str, layer: int, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         c = self._whole
+        if c.norms_rotated_heads and c.ropes[layer] is not None:
+            return (self._device.keep(torch.ones(c.head_dim)),) * 2
+        if not c.qk_norm:
+            return None
         number = (c.num_heads, c.num_kv_heads) if c.qk_norm_of_all_heads else (1, 1)
         queries, keys = (
             self._shifted(self.vector(f"{at}self_attn.{name}_norm.weight", heads * c.head_dim))
@@ -120,17 +125,22 @@ class ShardLoader:
 
     def _mlp(self, at: str) -> Mlp:
         c, own = self._whole, self._part.intermediate
-        gate_up = _parts(c.names.gate_up, *[(c.intermediate_size, own, None)] * 2)
-        return Mlp(
-            self._by_outputs(at, gate_up, c.mlp_bias),
-            self._by_inputs(at + c.names.down, c.intermediate_size, own, c.mlp_bias),
-        )
+        return Mlp(*self._gated(at, c.names.gate_up, c.names.down, c.intermediate_size, own, c.mlp_bias))
+
+    def _gated(self, at: str, gate_up: Sequence[str], down: str, width: int, own: slice, bias: bool) -> Expert:
+        """The products of an MLP that the ranks divide by its width."""
+        parts = _parts(gate_up, *[(width, own, None)] * 2)
+        return self._by_outputs(at, parts, bias), self._by_inputs(at + down, width, own, bias)
 
     def _experts(self, at: str, experts: ExpertsConfig) -> Experts:
         """The experts of this rank, and the whole router. Raises: LoadError, where experts are not supported."""
-        c, whole = self._whole, slice(None)
+        c, whole, shared = self._whole, slice(None), None
         router = [_Part(c.names.router, experts.number, whole)]
         read = self._stacked_expert if at + c.names.stacked_experts[0] in self._checkpoint else None
+        if experts.shared_width:
+            gate, up, down = (c.names.shared_expert + name for name in ("gate_proj", "up_proj", "down_proj"))
+            width = experts.shared_width * self._part.shard.tensor_parallel_size
+            shared = self._gated(at, (gate, up), down, width, self._part.shared, experts.bias)
         return Experts(
             self._network,
             experts,
@@ -138,6 +148,7 @@ class ShardLoader:
             self._part.experts,
             [(read or self._expert)(at, number, experts) for number in self._part.experts],
             c.activation,
+            shared,
         )
 
     def _expert(self, at: str, number: int, experts: ExpertsConfig) -> Expert:
@@ -158,7 +169,7 @@ class ShardLoader:
             read = partial(self._stacked, at + name, (experts.number, outputs, inputs), cut)
             bias = None
             if experts.bias:
-                bias = _halves(name, self._product(f"{at}{name}_bias", (experts.number, outputs), *cut)[0])
+                bias = self._in_halves(name, self._product(f"{at}{name}_bias", (experts.number, outputs), *cut)[0])
             products.append(self._linear(f"{at}{name}[{number}]", read, bias))
         return products[0], products[1]
 
@@ -168,13 +179,18 @@ class ShardLoader:
             stored = self._checkpoint.take(name, shape, self._dtype, cut)[0]
         else:
             turned = shape[0], shape[2], shape[1]
-            stored = _halves(name, self._checkpoint.take(name, turned, self._dtype, cut)[0].t())
+            stored = self._in_halves(name, self._checkpoint.take(name, turned, self._dtype, cut)[0].t())
         kind = self._quantization
         weight: Weight = stored.contiguous()
         if kind == "int8" or kind == "int4":
             weight = quantized(stored, kind)
         self._count(weight)
         return weight
+
+    def _in_halves(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Bring alternating rows of gate and up one behind the other."""
+        alternate = self._whole.names.alternating and name.endswith("gate_up_proj")
+        return torch.cat((rows[0::2], rows[1::2])) if alternate else rows
 
     def _refuse_unread(self, at: str) -> None:
         """Raises: LoadError, if the checkpoint has tensors that the configuration does not use."""
@@ -315,17 +331,12 @@ def _ordered(weight: Weight, order: torch.Tensor | None) -> Weight:
 def has_blocks(checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Return whether the file contains quantised products."""
     name, width = config.names.down, config.intermediate_size
-    if config.experts is not None:
+    if config.experts is not None and 0 not in config.experts.dense_layers:
         name, width = config.names.expert_down.format(0), config.experts.width
         if f"model.layers.0.{name}.weight" not in checkpoint:
             return False
     shape = config.hidden_size, width
     return checkpoint.blocks(f"model.layers.0.{name}.weight", shape, (slice(1),)) is not None
-
-
-def _halves(name: str, rows: torch.Tensor) -> torch.Tensor:
-    """Bring the alternating rows of gate and up one behind the other."""
-    return torch.cat((rows[0::2], rows[1::2])) if name.endswith("gate_up_proj") else rows
 
 
 def _scaled(share: slice, size: int) -> slice:

@@ -24,7 +24,9 @@ class ModelPart:
     intermediate: slice
     """The MLP's intermediate dimension."""
     experts: range
-    """Experts of a mixture, whole ones; the MLP's intermediate dimension is not divided then."""
+    """Experts of a mixture, whole ones."""
+    shared: slice
+    """The intermediate dimension of the expert that all tokens share."""
     vocabulary: slice
     """Token ids. The last rank's slice may be shorter than the others'."""
     vocabulary_width: int
@@ -61,7 +63,8 @@ class ModelPart:
             )
         layers = stage_layers(config.num_layers, stages, shard.pp_rank)
         heads, kv_heads = _heads(config, size, shard.tp_rank)
-        width = -(-config.vocab_size // size)
+        width, experts = -(-config.vocab_size // size), config.experts
+        shared = experts.shared_width // size if experts is not None else 0
         return cls(
             shard=shard,
             whole=config,
@@ -73,12 +76,14 @@ class ModelPart:
                 num_heads=heads.stop - heads.start,
                 num_kv_heads=kv_heads.stop - kv_heads.start,
                 intermediate_size=config.intermediate_size // size,
+                experts=experts and experts._replace(shared_width=shared),
             ),
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             intermediate=_share(config.intermediate_size // size, shard.tp_rank),
             experts=_experts(config, size, shard.tp_rank),
+            shared=_share(shared, shard.tp_rank),
             vocabulary=slice(shard.tp_rank * width, min((shard.tp_rank + 1) * width, config.vocab_size)),
             vocabulary_width=width,
         )
@@ -92,8 +97,8 @@ def tensor_parallel_sizes(config: ModelConfig, group: int = 1) -> tuple[int, ...
 
     Raises: LoadError, when not even the whole layer consists of such groups.
     """
-    width = config.intermediate_size if config.experts is None else config.experts.width
-    inputs = config.hidden_size, config.num_heads * config.head_dim, width
+    whole = () if config.experts is None else (config.experts.width,)
+    inputs = config.hidden_size, config.num_heads * config.head_dim, *config.divided_widths, *whole
     if any(size % group for size in inputs):
         raise LoadError(
             f"weights are quantised in groups of {group} inputs, but this model has products with "
@@ -122,8 +127,8 @@ def _problem(config: ModelConfig, size: int, group: int) -> str:
         return "the norm of queries and keys is over all heads of a token"
     if config.experts is not None and config.experts.number % size:
         return f"a layer has {config.experts.number} experts"
-    if config.experts is None and config.intermediate_size % size:
-        return f"the MLP is {config.intermediate_size} wide"
+    if any(width % size for width in config.divided_widths):
+        return f"the MLP is {' or '.join(map(str, config.divided_widths))} wide"
     if problem := _divided_group(config, size, group):
         return problem
     if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:
@@ -133,8 +138,8 @@ def _problem(config: ModelConfig, size: int, group: int) -> str:
 
 def _divided_group(config: ModelConfig, size: int, group: int) -> str:
     """Return why groups of inputs would be divided, or an empty text."""
-    if config.experts is None and config.intermediate_size // size % group:
-        return f"the MLP is {config.intermediate_size} wide, quantised in groups of {group}"
+    if any(width // size % group for width in config.divided_widths):
+        return f"the MLP is {' or '.join(map(str, config.divided_widths))} wide, quantised in groups of {group}"
     if any(_heads(config, size, rank)[0].stop * config.head_dim % group for rank in range(size)):
         return f"heads of size {config.head_dim} are quantised in groups of {group}"
     return ""

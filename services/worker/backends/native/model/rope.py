@@ -27,12 +27,14 @@ def head_order(rope: Rope | None, head_dim: int) -> torch.Tensor | None:
     """Return the checkpoint's dimension for each dimension of a head in the kernels, int64[head_dim]; None: the same.
 
     The kernels rotate dimension i with dimension i + head_dim / 2. Scores do not depend on the order of dimensions, so
-    those that are not rotated move behind the rotated ones of each half.
+    neighbours that are rotated together move apart, and those that are not rotated move behind the rotated ones of each
+    half.
     """
     size = head_dim if rope is None else rope.rotated_dims(head_dim)
-    if size == head_dim:
+    if rope is None or (size == head_dim and not rope.neighbours):
         return None
-    first, second = torch.arange(size).chunk(2)
+    rotated = torch.arange(size)
+    first, second = (rotated[0::2], rotated[1::2]) if rope.neighbours else rotated.chunk(2)
     rest, more = torch.arange(size, head_dim).chunk(2)
     return torch.cat((first, rest, second, more))
 

@@ -31,6 +31,8 @@ class Rope:
     short_factors: tuple[float, ...] = ()
     """longrope: divisors of the frequencies for contexts of up to `original_max_position` tokens."""
     long_factors: tuple[float, ...] = ()
+    neighbours: bool = False
+    """Dimensions 2 i and 2 i + 1 are rotated together, instead of i and i + half."""
 
     def rotated_dims(self, head_dim: int) -> int:
         return int(head_dim * self.rotated)

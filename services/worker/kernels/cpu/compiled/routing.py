@@ -7,8 +7,8 @@ _ROWS = types.Array(types.float32, 2, "C")
 _NUMBERS, _WEIGHTS = types.Array(types.int64, 1, "C"), types.Array(types.float32, 1, "C")
 
 
-@njit(types.Tuple((_NUMBERS, _WEIGHTS, _NUMBERS))(_ROWS, types.int64, types.boolean), cache=True)
-def route(logits, per_token, normalised):  # type: ignore[no-untyped-def]
+@njit(types.Tuple((_NUMBERS, _WEIGHTS, _NUMBERS))(_ROWS, types.int64, types.boolean, types.boolean), cache=True)
+def route(logits, per_token, normalised, sigmoid):  # type: ignore[no-untyped-def]
     """See `RoutingKernels.route`. Returns: tokens, weights, ends."""
     rows, number = logits.shape
     chosen, chances = np.empty((rows, per_token), np.int64), np.empty((rows, per_token), np.float32)
@@ -24,10 +24,11 @@ def route(logits, per_token, normalised):  # type: ignore[no-untyped-def]
             ends[best + 1] += 1
         most, total = logits[row, chosen[row, 0]], np.float32(0)
         for expert in range(number):
-            if taken[expert] or not normalised:
+            if not sigmoid and (taken[expert] or not normalised):
                 total += np.exp(logits[row, expert] - most)
         for place in range(per_token):
-            chances[row, place] = np.exp(logits[row, chosen[row, place]] - most) / total
+            logit = logits[row, chosen[row, place]]
+            chances[row, place] = 1 / (1 + np.exp(-logit)) if sigmoid else np.exp(logit - most) / total
     ends = np.cumsum(ends)
     at = ends[:-1].copy()
     tokens, weights = np.empty(rows * per_token, np.int64), np.empty(rows * per_token, np.float32)

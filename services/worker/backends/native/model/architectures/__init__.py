@@ -7,6 +7,7 @@ from services.worker.backends.native.model.architectures import (
     gpt_oss,
     granite,
     llama,
+    llama4,
     mistral,
     olmo2,
     olmoe,
@@ -32,4 +33,5 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3MoeForCausalLM": qwen.QWEN3_MOE,
     "MixtralForCausalLM": mistral.MIXTRAL,
     "GptOssForCausalLM": gpt_oss.ARCHITECTURE,
+    "Llama4ForCausalLM": llama4.ARCHITECTURE,
 }
