@@ -32,6 +32,7 @@ def kv_events(**settings: object) -> tuple[str, ...]:
 
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serv",), "No such command 'serv'"),
+    (("run", "llama.gguf"), "No such command 'run'; --help lists all"),
     (("serve", "/models/llama"), "no such model directory: /models/llama; give a directory"),
     (("serve", "llama.gguf"), "no such model file: llama.gguf"),
     (("serve", "{folder}"), "config.json is missing; give a model directory in Hugging Face format"),
@@ -81,7 +82,14 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--api-key", ""), "--api-key: a key is empty; give a key, or leave the setting out"),
     (("serve", "{weightless}"), "has no safetensors files; convert its .bin files"),
     (("serve", "{incomplete}"), "has no model-2.safetensors, which its index names; download the model again"),
+    (("serve", "{pointer}"), "model.safetensors is a pointer of Git LFS, not the file; run `git lfs pull` in its"),
+    (("serve", "{cut}"), "model.safetensors is not a valid safetensors file ("),
     (("serve", "{wordless}"), "has no tokenizer.json; name another tokenizer with --tokenizer"),
+    (("serve", "{page}"), "tokenizer.json is damaged or cut off; download it again"),
+    (("serve", DEMO, "--allowed-origins", "chat.example.com"), "'chat.example.com' is no origin, which is SCHEME://"),
+    (("serve", DEMO, "--allowed-origins", "https://a.com/"), "'https://a.com/' is no origin, which is SCHEME://HOST"),
+    (("serve", DEMO, "--allowed-hosts", "https://a.com"), "'https://a.com' is no host name, such as llm.example.com"),
+    (("serve", DEMO, "--allowed-hosts", "a.com:8000"), "it has no scheme and no port"),
     (("serve", DEMO, "--tokenizer", "~no-user/such"), "--tokenizer: no such model directory: ~no-user/such"),
     (("serve", "my model"), "model my model: no such directory, and not a name on the hub"),
     (("serve", DEMO, "--chat-template", "{broken}"), "line 2: Unexpected end of template"),
@@ -185,11 +193,15 @@ def places(tmp_path: Path) -> dict[str, str]:
 
 def incomplete_models(tmp_path: Path) -> dict[str, str]:
     """Copies of the demo model, each without something."""
+    empty, pointer = "\2" + 7 * "\0" + "{}", "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 135\n"
     index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
     added = {
         "weightless": {"tokenizer.json": "{}", "pytorch_model.bin": ""},
         "incomplete": {"model-1.safetensors": "", "model.safetensors.index.json": index},
-        "wordless": {"model.safetensors": ""},
+        "pointer": {"model.safetensors": pointer},
+        "cut": {"model.safetensors": empty[:-1]},
+        "wordless": {"model.safetensors": empty},
+        "page": {"model.safetensors": empty, "tokenizer.json": "<html></html>"},
     }
     for name, files in added.items():
         (tmp_path / name).mkdir()
