@@ -84,7 +84,9 @@ class HttpConfig(ServiceConfig):
     def _check_origins(cls, origins: list[str]) -> list[str]:
         for origin in origins:
             if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-                raise ValueError(f"{origin!r} is no origin, which is SCHEME://HOST[:PORT], such as https://chat.example.com")
+                raise ValueError(
+                    f"{origin!r} is no origin, which is SCHEME://HOST[:PORT], such as https://chat.example.com"
+                )
         return origins
 
     @field_validator("allowed_hosts")
@@ -92,7 +94,7 @@ class HttpConfig(ServiceConfig):
     def _check_hosts(cls, names: list[str]) -> list[str]:
         for name in names:
             if not re.fullmatch(r"[^/:\s]+|\[[0-9A-Fa-f:.]+\]", name):
-                raise ValueError(f"{name!r} is no host name, such as llm.example.com or [::1]; it has no scheme and no port")
+                raise ValueError(f"{name!r} is no host name such as llm.example.com; it has no scheme and no port")
         return names
 
     @field_validator("api_key")

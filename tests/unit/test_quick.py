@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from tests.quick import chosen, imports_of
 
 
@@ -8,6 +10,19 @@ def test_tests_nearest_to_a_changed_module_come_first():
     assert files[0] == "tests/unit/scheduler/test_kv_cache.py"
     assert "tests/simulation/test_seeds.py" in files  # through tests/simulation/world.py and the core
     assert not [file for file in files if file.startswith("tests/unit/native")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "test"),
+    [
+        ("services/cli/convert.py", "tests/unit/cli/test_commands.py"),  # which a command imports when it runs
+        ("deploy/compose/gpu.yml", "tests/unit/deploy/test_compose.py"),
+        ("services/frontend/page/static/main.js", "tests/unit/frontend/test_page.py"),
+        ("tests/unit/protocol/conftest.py", "tests/unit/protocol/test_codec.py"),
+    ],
+)
+def test_every_kind_of_file_has_its_tests(changed: str, test: str):
+    assert test in chosen([changed])
 
 
 def test_members_in_parentheses_are_imports(tmp_path: Path):

@@ -88,7 +88,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "{page}"), "tokenizer.json is damaged or cut off; download it again"),
     (("serve", DEMO, "--allowed-origins", "chat.example.com"), "'chat.example.com' is no origin, which is SCHEME://"),
     (("serve", DEMO, "--allowed-origins", "https://a.com/"), "'https://a.com/' is no origin, which is SCHEME://HOST"),
-    (("serve", DEMO, "--allowed-hosts", "https://a.com"), "'https://a.com' is no host name, such as llm.example.com"),
+    (("serve", DEMO, "--allowed-hosts", "https://a.com"), "'https://a.com' is no host name such as llm.example.com"),
     (("serve", DEMO, "--allowed-hosts", "a.com:8000"), "it has no scheme and no port"),
     (("serve", DEMO, "--tokenizer", "~no-user/such"), "--tokenizer: no such model directory: ~no-user/such"),
     (("serve", "my model"), "model my model: no such directory, and not a name on the hub"),
