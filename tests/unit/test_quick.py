@@ -1,8 +1,10 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.quick import chosen, imports_of
+from tests.quick import ROOT, chosen, imports_of
 
 
 def test_tests_nearest_to_a_changed_module_come_first():
@@ -29,3 +31,15 @@ def test_members_in_parentheses_are_imports(tmp_path: Path):
     file = tmp_path / "module.py"
     file.write_text("from protocol import (\n    codec,\n    steps as messages,\n)\nimport services.units\n")
     assert imports_of(file) == {"protocol/__init__.py", "protocol/codec.py", "protocol/steps.py", "services/units.py"}
+
+
+def test_a_run_in_whose_time_no_test_has_run_fails(tmp_path: Path):
+    file = tmp_path / "test_slow_to_collect.py"
+    file.write_text(
+        "import threading\n"
+        "next(thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)).function()\n"
+    )
+    command = [sys.executable, "-m", "tests.quick", "--share", str(file)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    assert run.returncode == 1
+    assert b"nothing is known" in run.stdout
