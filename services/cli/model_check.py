@@ -4,8 +4,6 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from protocol.kv_groups import most_blocks
 from protocol.membership import Shard
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_text, resolve, weight_shards
@@ -85,6 +83,8 @@ def check_native(config: ServeConfig, path: Path, serving: ServingMemory) -> Non
 
 def _check_shard(path: Path) -> None:
     """Raises: CheckpointError, if a file of weights is damaged or cut off"""
+    from safetensors import SafetensorError, safe_open  # of the extra native; `runahead plan` needs none
+
     try:
         with safe_open(path, framework="np"):
             pass
