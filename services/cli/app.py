@@ -196,7 +196,7 @@ def run(arguments: list[str] | None = None) -> int:
         return 1
     except TyperException as error:
         reason = error.format_message().removesuffix(".")
-        more = "; --help lists all" if reason.startswith("No such ") else ""
+        more = "; --help lists all" if reason.startswith("No such ") and not reason.endswith("?") else ""
         more += ", docs/for-vllm.md those of vLLM" if reason.startswith("No such option") else ""
         return _refuse(f"{reason}{more}")
     except ConfigurationError as error:

@@ -14,7 +14,7 @@ LOOPBACK_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 
 
 class HttpConfig(ServiceConfig):
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", min_length=1)  # "" would be all addresses
     """Address of the HTTP server."""
     port: int = Field(8000, ge=0, le=65535)
     """Port of the HTTP server. 0: any free port."""

@@ -31,7 +31,7 @@ def kv_events(**settings: object) -> tuple[str, ...]:
 
 
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
-    (("serv",), "No such command 'serv'"),
+    (("serv",), "No such command 'serv'. Did you mean 'serve'?\n"),
     (("run", "llama.gguf"), "No such command 'run'; --help lists all"),
     (("serve", "/models/llama"), "no such model directory: /models/llama; give a directory"),
     (("serve", "llama.gguf"), "no such model file: llama.gguf"),
@@ -118,6 +118,8 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, *TLS, "--ssl-ca-certs", KEY), "--ssl-ca-certs: cannot use"),
     (("serve", DEMO, "--root-path", "llm"), "--root-path"),
     (("serve", DEMO, "--config", "{yaml}"), "unknown keys: max-num-seq (max-num-seqs?)"),
+    (("serve", DEMO, "--config", "{switch}"), "max-num-seqs is true, and this setting is no switch; give its value"),
+    (("serve", DEMO, "--host", ""), "--host: string should have at least 1 character"),
     (("serve", DEMO, "--speculative-config", "{}"), "--speculative-config: method: field required"),
     (("serve", DEMO, "--speculative-config", "ngram"), "--speculative-config: is not JSON"),
     (("serve", "--served-model-name", "a", DEMO), "MODEL before --served-model-name"),
@@ -181,10 +183,12 @@ def places(tmp_path: Path) -> dict[str, str]:
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
     yaml.write_text("max-num-seq: 4\n")
+    (tmp_path / "switch.yaml").write_text("max-num-seqs: yes\n")
     (tmp_path / "broken.jinja").write_text("{{ messages }}\n{% for x in messages %}")
     return {
         "broken": str(tmp_path / "broken.jinja"),
         "folder": str(folder),
+        "switch": str(tmp_path / "switch.yaml"),
         "other": str(other),
         "yaml": str(yaml),
         **incomplete_models(tmp_path),
