@@ -1,7 +1,8 @@
 """The tests that tell soonest whether an edit holds: `make quick`, or `python -m tests.quick [COMMIT]`.
 
 Chooses test files by imports: the fewer imports lie between a test file and a changed module, the earlier it runs, and
-of two at the same distance the one that imports less. The run ends after `SECONDS`; `make test` runs everything.
+of two at the same distance the one that imports less. A conftest.py counts as imported by the tests of its folder, and
+`READERS` has the tests of files that are no modules. The run ends after `SECONDS`; `make test` runs everything.
 
 Changed are the files that differ from COMMIT, by default from the last commit; if none does, those of the last commit.
 """
@@ -27,11 +28,17 @@ ALWAYS = ("tests/unit/test_docs.py",)
 LOOP = "tests/simulation/test_loop.py"
 """The core with random workloads, which runs for every change to it."""
 CORE = ("protocol/", "services/scheduler/")
+DEPLOYED = "tests/unit/deploy/*.py"
+READERS = {
+    "services/frontend/page/": "tests/unit/frontend/test_page.py", "deploy/": DEPLOYED, "docker-compose.yml": DEPLOYED,
+    ".github/": DEPLOYED, ".devcontainer/": DEPLOYED, "Makefile": DEPLOYED, "pyproject.toml": DEPLOYED,
+}  # fmt: skip
+"""Tests that read files, by the beginnings of their paths."""
 _IMPORT = re.compile(
     r"^\s*(?:from ((?:protocol|services|tests)[\w.]*) import ([^#\n]+)|import ((?:protocol|services|tests)[\w.]*))",
     re.M,
 )
-_LATER = re.compile(r'"(services(?:\.\w+)+)"')
+_LATER = re.compile(r'"(services(?:\.\w+)+)(?::\w+)?"')
 """The name of a module that a command imports when it runs."""
 _PARENTHESES = re.compile(r"\(([^)]*)\)")
 
@@ -67,6 +74,12 @@ def chosen(changed: list[str]) -> list[str]:
     for file, imported in imports.items():
         for module in imported:
             importers[module].add(file)
+    for file in changed:
+        folder, _, name = file.rpartition("/")
+        readers = [tests for start, tests in READERS.items() if file.startswith(start) and not file.endswith(".py")]
+        if name == "conftest.py":
+            readers.append(f"{folder}/**/test_*.py")
+        importers[file] |= {str(path.relative_to(ROOT)) for tests in readers for path in ROOT.glob(tests)}
     distance = dict.fromkeys(changed, 0)
     queue = deque(changed)
     while queue:
@@ -103,6 +116,9 @@ def run_share(tests: list[str]) -> int:
     status = pytest.main(["--exitfirst", "--no-header", "-p", "no:cacheprovider", *tests], plugins=[limit])
     timer.cancel()
     print(f"{len(limit.files)} of {len(tests)} test files have run")
+    if status == pytest.ExitCode.INTERRUPTED and limit.is_over and not limit.files:
+        print("this machine was too busy for a single test: nothing is known; repeat it, or run `make test`")
+        return 1
     return 0 if status == pytest.ExitCode.INTERRUPTED and limit.is_over else int(status)
 
 

@@ -1,5 +1,6 @@
 """Files of a checkpoint, and the names of those with its weights. For a GGUF file they are made from its metadata."""
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ from services.checkpoint.gguf import read_gguf_text, read_header
 from services.checkpoint.location import is_gguf
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_POINTER = b"version https://git-lfs."
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -29,10 +31,18 @@ def read_text(checkpoint: Path, name: str) -> str | None:
     path = checkpoint / name
     if not path.is_file():
         return None
+    _check_pointer(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _check_pointer(path: Path) -> None:
+    """Raises: CheckpointError, if Git has not downloaded the content of a file"""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise CheckpointError(f"{path} is a pointer of Git LFS, not the file; run `git lfs pull` in its directory")
 
 
 def text_digest(text: str) -> str:
@@ -82,7 +92,8 @@ def weight_shards(directory: Path) -> list[Path]:
             remedy = "convert its .bin files, which can run code when loaded" if old else "download the model again"
             raise CheckpointError(f"{directory} has no safetensors files; {remedy}")
         single = directory / "model.safetensors"
-        return [single] if single in paths else paths
+        return _downloaded([single] if single in paths else paths)
+    _check_pointer(index)
     try:
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
@@ -90,7 +101,13 @@ def weight_shards(directory: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name or not (directory / name).is_file():
             raise CheckpointError(f"{directory} has no {name}, which its index names; download the model again")
-    return [directory / name for name in names]
+    return _downloaded([directory / name for name in names])
+
+
+def _downloaded(paths: list[Path]) -> list[Path]:
+    for path in paths:
+        _check_pointer(path)
+    return paths
 
 
 def adapter_digest(directory: Path) -> str:

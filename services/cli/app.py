@@ -195,8 +195,9 @@ def run(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except TyperException as error:
-        reason = error.format_message()
-        more = "; --help lists all, docs/for-vllm.md those of vLLM" if reason.startswith("No such option") else ""
+        reason = error.format_message().removesuffix(".")
+        more = "; --help lists all" if reason.startswith("No such ") and not reason.endswith("?") else ""
+        more += ", docs/for-vllm.md those of vLLM" if reason.startswith("No such option") else ""
         return _refuse(f"{reason}{more}")
     except ConfigurationError as error:
         return _refuse(str(error))

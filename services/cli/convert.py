@@ -4,7 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
+from services.checkpoint import WEIGHT_FILES, CheckpointError, is_gguf, resolve
+from services.checkpoint.gguf import read_header
 from services.cli.settings import refusing
 from services.config import ConvertConfig
 from services.units import size_text
@@ -17,6 +18,8 @@ def convert(config: ConvertConfig) -> int:
     """
     with refusing(CheckpointError, OSError):
         path = resolve(config.model, config.revision, WEIGHT_FILES)
+        if is_gguf(path):
+            read_header(path)  # refused in less time than torch takes to load
     from services.worker.runner import LoadError
     from services.worker.weights import conversion  # loads torch
 

@@ -107,7 +107,7 @@ _LEFT_OUT = {
     "a request cannot contain a template": "--trust-request-chat-template",
     "contents have the form that the template shows": "--chat-template-content-format",
     "there is one tokenizer, that of tokenizer.json": "--tokenizer-mode --skip-tokenizer-init",
-    "each rank is a process of its own": "--distributed-executor-backend",
+    "each rank is a process of its own, on a Ray cluster with `runahead ray`": "--distributed-executor-backend",
     "a rank has whole experts": "--enable-expert-parallel -ep --ep-size --enable-eplb --eplb-config --all2all-backend",
     "a rank has the whole context": "-dcp --decode-context-parallel-size -pcp --prefill-context-parallel-size",
     "llguidance is the only one": "--guided-decoding-backend --structured-outputs-config --grammar-backend",

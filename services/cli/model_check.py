@@ -6,7 +6,7 @@ from pathlib import Path
 
 from protocol.kv_groups import most_blocks
 from protocol.membership import Shard
-from services.checkpoint import CheckpointError, is_gguf, is_local, resolve, weight_shards
+from services.checkpoint import CheckpointError, is_gguf, is_local, read_text, resolve, weight_shards
 from services.checkpoint.default_model import packaged_model
 from services.cli.serving_memory import ServingMemory, serving_memory
 from services.cli.settings import ConfigurationError, refusing
@@ -77,8 +77,19 @@ def check_native(config: ServeConfig, path: Path, serving: ServingMemory) -> Non
     _check_memory(config, memory, context, serving)
     for rank in memory if config.kv_cache_memory_bytes else ():
         affordable_blocks(config.kv_cache_memory_bytes, rank.kv_block)
-    if not is_gguf(path):
-        weight_shards(path)
+    for shard in () if is_gguf(path) else weight_shards(path):
+        _check_shard(shard)
+
+
+def _check_shard(path: Path) -> None:
+    """Raises: CheckpointError, if a file of weights is damaged or cut off"""
+    from safetensors import SafetensorError, safe_open  # of the extra native; `runahead plan` needs none
+
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is not a valid safetensors file ({error}); download the model again") from None
 
 
 def check_drafter(config: ServeConfig) -> None:
@@ -91,14 +102,18 @@ def check_drafter(config: ServeConfig) -> None:
 
 
 def check_tokenizer(config: ServeConfig) -> None:
-    """Check that the tokenizer exists, if it is on this machine. Raises: ConfigurationError"""
+    """Check that the tokenizer exists and is whole, if it is on this machine. Raises: ConfigurationError"""
     source = config.tokenizer or config.model
     if not is_local(source):
         return
     with refusing(CheckpointError, prefix="--tokenizer: " if config.tokenizer else ""):
         path = resolve(source)
-    if not is_gguf(path) and not (path / "tokenizer.json").is_file():
+        text = "{}" if is_gguf(path) else read_text(path, "tokenizer.json")
+    if text is None:
         raise ConfigurationError(f"{path} has no tokenizer.json; name another tokenizer with --tokenizer")
+    text = text.strip()
+    if text[:1] != "{" or text[-1:] != "}":  # its services parse it
+        raise ConfigurationError(f"{path / 'tokenizer.json'} is damaged or cut off; download it again")
 
 
 def context_length(config: ServeConfig, model: ModelConfig) -> int:

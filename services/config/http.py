@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import re
 from collections.abc import Iterator
 
 from pydantic import Field, field_validator
@@ -13,7 +14,7 @@ LOOPBACK_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
 
 
 class HttpConfig(ServiceConfig):
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", min_length=1)  # "" would be all addresses
     """Address of the HTTP server."""
     port: int = Field(8000, ge=0, le=65535)
     """Port of the HTTP server. 0: any free port."""
@@ -77,6 +78,24 @@ class HttpConfig(ServiceConfig):
         texts = as_list(given)
         text = ",".join(map(str, texts)) if isinstance(texts, list) else ""
         return json.loads(text) if text.startswith("[") else given
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ValueError(
+                    f"{origin!r} is no origin, which is SCHEME://HOST[:PORT], such as https://chat.example.com"
+                )
+        return origins
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _check_hosts(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not re.fullmatch(r"[^/:\s]+|\[[0-9A-Fa-f:.]+\]", name):
+                raise ValueError(f"{name!r} is no host name such as llm.example.com; it has no scheme and no port")
+        return names
 
     @field_validator("api_key")
     @classmethod

@@ -18,8 +18,7 @@ def summary(name: str) -> str:
 if __name__ == "__main__":
     name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if name not in NAMES:
-        raise SystemExit(
-            "\n".join(["make bench NAME=..., one of:", *(f"  {each:20} {summary(each)}" for each in NAMES)])
-        )
+        print("make bench NAME=..., one of:", *(f"  {each:20} {summary(each)}" for each in NAMES), sep="\n")
+        raise SystemExit(f"there is no benchmark {name}" if name else 0)
     benchmark = importlib.import_module(f"tests.benchmarks.{name}")
     benchmark.main(argparse.ArgumentParser(f"make bench NAME={name}", description=benchmark.__doc__))

@@ -141,7 +141,10 @@ def known_flags() -> frozenset[str]:
     return frozenset(known | OTHER_PROGRAMS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+FORMS = [path for path in sorted((ROOT / ".github").rglob("*")) if path.suffix in (".md", ".yml")]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *FORMS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_that_are_named_exist(page: Path) -> None:
     text = page.read_text()
     if page.name.startswith("for-"):  # the first column has the flags of another program

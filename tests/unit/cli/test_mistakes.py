@@ -31,7 +31,8 @@ def kv_events(**settings: object) -> tuple[str, ...]:
 
 
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
-    (("serv",), "No such command 'serv'"),
+    (("serv",), "No such command 'serv'. Did you mean 'serve'?\n"),
+    (("run", "llama.gguf"), "No such command 'run'; --help lists all"),
     (("serve", "/models/llama"), "no such model directory: /models/llama; give a directory"),
     (("serve", "llama.gguf"), "no such model file: llama.gguf"),
     (("serve", "{folder}"), "config.json is missing; give a model directory in Hugging Face format"),
@@ -81,7 +82,14 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--api-key", ""), "--api-key: a key is empty; give a key, or leave the setting out"),
     (("serve", "{weightless}"), "has no safetensors files; convert its .bin files"),
     (("serve", "{incomplete}"), "has no model-2.safetensors, which its index names; download the model again"),
+    (("serve", "{pointer}"), "model.safetensors is a pointer of Git LFS, not the file; run `git lfs pull` in its"),
+    (("serve", "{cut}"), "model.safetensors is not a valid safetensors file ("),
     (("serve", "{wordless}"), "has no tokenizer.json; name another tokenizer with --tokenizer"),
+    (("serve", "{page}"), "tokenizer.json is damaged or cut off; download it again"),
+    (("serve", DEMO, "--allowed-origins", "chat.example.com"), "'chat.example.com' is no origin, which is SCHEME://"),
+    (("serve", DEMO, "--allowed-origins", "https://a.com/"), "'https://a.com/' is no origin, which is SCHEME://HOST"),
+    (("serve", DEMO, "--allowed-hosts", "https://a.com"), "'https://a.com' is no host name such as llm.example.com"),
+    (("serve", DEMO, "--allowed-hosts", "a.com:8000"), "it has no scheme and no port"),
     (("serve", DEMO, "--tokenizer", "~no-user/such"), "--tokenizer: no such model directory: ~no-user/such"),
     (("serve", "my model"), "model my model: no such directory, and not a name on the hub"),
     (("serve", DEMO, "--chat-template", "{broken}"), "line 2: Unexpected end of template"),
@@ -110,6 +118,8 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, *TLS, "--ssl-ca-certs", KEY), "--ssl-ca-certs: cannot use"),
     (("serve", DEMO, "--root-path", "llm"), "--root-path"),
     (("serve", DEMO, "--config", "{yaml}"), "unknown keys: max-num-seq (max-num-seqs?)"),
+    (("serve", DEMO, "--config", "{switch}"), "max-num-seqs is true, and this setting is no switch; give its value"),
+    (("serve", DEMO, "--host", ""), "--host: string should have at least 1 character"),
     (("serve", DEMO, "--speculative-config", "{}"), "--speculative-config: method: field required"),
     (("serve", DEMO, "--speculative-config", "ngram"), "--speculative-config: is not JSON"),
     (("serve", "--served-model-name", "a", DEMO), "MODEL before --served-model-name"),
@@ -173,10 +183,12 @@ def places(tmp_path: Path) -> dict[str, str]:
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
     yaml.write_text("max-num-seq: 4\n")
+    (tmp_path / "switch.yaml").write_text("max-num-seqs: yes\n")
     (tmp_path / "broken.jinja").write_text("{{ messages }}\n{% for x in messages %}")
     return {
         "broken": str(tmp_path / "broken.jinja"),
         "folder": str(folder),
+        "switch": str(tmp_path / "switch.yaml"),
         "other": str(other),
         "yaml": str(yaml),
         **incomplete_models(tmp_path),
@@ -185,11 +197,15 @@ def places(tmp_path: Path) -> dict[str, str]:
 
 def incomplete_models(tmp_path: Path) -> dict[str, str]:
     """Copies of the demo model, each without something."""
+    empty, pointer = "\2" + 7 * "\0" + "{}", "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 135\n"
     index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
     added = {
         "weightless": {"tokenizer.json": "{}", "pytorch_model.bin": ""},
         "incomplete": {"model-1.safetensors": "", "model.safetensors.index.json": index},
-        "wordless": {"model.safetensors": ""},
+        "pointer": {"model.safetensors": pointer},
+        "cut": {"model.safetensors": empty[:-1]},
+        "wordless": {"model.safetensors": empty},
+        "page": {"model.safetensors": empty, "tokenizer.json": "<html></html>"},
     }
     for name, files in added.items():
         (tmp_path / name).mkdir()
@@ -222,14 +238,14 @@ def test_mistake_is_answered_in_one_line_without_starting_a_process(
     assert started == []
 
 
-def test_mistake_in_a_process_of_its_own_imports_no_torch() -> None:
+def test_mistake_in_a_process_of_its_own_imports_no_package_of_workers() -> None:
     code = (
         "import sys; from services.cli.app import run\n"
         f"status = run(['serve', {DEMO!r}, '--tensor-parallel-size', '3'])\n"
-        "print(status, 'torch' in sys.modules, 'numba' in sys.modules)"
+        "print(status, {'torch', 'numba', 'safetensors'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "False", "False"]
+    assert done.stdout.split() == ["2", "set()"]
 
 
 @pytest.mark.parametrize(
