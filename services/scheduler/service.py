@@ -4,7 +4,6 @@ One thread, one poll: client messages first (an abort that arrived with a result
 messages, then the actions of the group, then everything there is to send.
 """
 
-import contextlib
 import gc
 import logging
 import math
@@ -267,7 +266,7 @@ class Service:
             case BlocksLoaded():
                 self._on_loaded(worker, message)
             case StepReport():
-                self._subscriptions.add_times(worker, message, self.workers.clock_offset(worker))
+                self._subscriptions.add_times(worker, message, self.workers.clock_offset)
             case Pong():
                 self.group.on_pong(worker, message.number)
                 if message.tiers and self.engine is not None and worker in self._ranks:
@@ -283,7 +282,7 @@ class Service:
             return
         self.group.on_result(result.epoch, result.step_id, now)
         if result.epoch == self.group.epoch:
-            self._subscriptions.add_times(worker, result, self.workers.clock_offset(worker))
+            self._subscriptions.add_times(worker, result, self.workers.clock_offset)
             self._worker_seconds.add(result.times)
         try:
             self.engine.on_result(result)
@@ -448,15 +447,14 @@ class Service:
         self._cached_blocks.set(frontend, subscribed=False)
 
     def _dispatch(self, engine: EngineCore) -> None:
-        with contextlib.closing(engine.dispatch()) as messages:
-            for message in messages:
-                if isinstance(message, SchedulerOutput):
-                    self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
-                if not self.workers.broadcast(self._ranks, message):
-                    break
-            else:
-                return
-        self._watch_workers()
+        messages = engine.dispatch()
+        for message in messages:
+            if isinstance(message, SchedulerOutput):
+                self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
+            if not self.workers.broadcast(self._ranks, message):
+                messages.close()
+                self._watch_workers()
+                break
 
     def _publish(self) -> None:
         if self.engine is None:

@@ -11,7 +11,7 @@ from protocol.columns import greatest, has_all
 from protocol.rows import EmbeddingRows, LogprobRows, ProgressRows, ResultRows
 from protocol.steps import NO_DRAFT, ModelRunnerOutput
 from services.scheduler.core.ledger import InflightStep
-from services.scheduler.core.slots import Column
+from services.scheduler.core.slots import Column, Mask
 
 NO_EMBEDDINGS: Mapping[int, bytes] = MappingProxyType({})
 
@@ -42,6 +42,14 @@ class DecodedResult(NamedTuple):
     """Slots of rows whose request has an adapter that the workers cannot load."""
     sampled: float = 0.0
     """When the step was sampled, seconds on the worker's clock; 0: unknown."""
+
+    def ids_by_row(self, rows: Mask | slice) -> Column:
+        """Return the tokens of some rows, int32[rows, widest row]; those of a row are undefined from its count on."""
+        widest = greatest(self.counts, 1)
+        if widest == 1 and len(self.token_ids) == len(self.counts):  # one each
+            return self.token_ids[rows, None]
+        first = (self.counts.cumsum(dtype=np.int32) - self.counts)[rows]
+        return self.token_ids.take(first[:, None] + np.arange(widest, dtype=np.int32), mode="clip")
 
 
 def decode_result(step: InflightStep, message: ModelRunnerOutput, vocab_size: int, hidden_size: int) -> DecodedResult:
