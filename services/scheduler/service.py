@@ -4,6 +4,7 @@ One thread, one poll: client messages first (an abort that arrived with a result
 messages, then the actions of the group, then everything there is to send.
 """
 
+import contextlib
 import gc
 import logging
 import math
@@ -447,14 +448,15 @@ class Service:
         self._cached_blocks.set(frontend, subscribed=False)
 
     def _dispatch(self, engine: EngineCore) -> None:
-        messages = engine.dispatch()
-        for message in messages:
-            if isinstance(message, SchedulerOutput):
-                self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
-            if not self.workers.broadcast(self._ranks, message):
-                messages.close()
-                self._watch_workers()
-                break
+        with contextlib.closing(engine.dispatch()) as messages:
+            for message in messages:
+                if isinstance(message, SchedulerOutput):
+                    self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
+                if not self.workers.broadcast(self._ranks, message):
+                    break
+            else:
+                return
+        self._watch_workers()
 
     def _publish(self) -> None:
         if self.engine is None:

@@ -232,7 +232,8 @@ class ResultApplier:
         totals = s.tokens[rows][:, None] + np.arange(1, width + 1, dtype=np.int32)
         matches = ids[:, :, None] == s.stop_ids.take(rows, axis=0)[:, None, :]
         stops = matches[:, :, 0] if matches.shape[2] == 1 else matches.any(axis=2)
-        stops &= totals >= s.stops_from[rows][:, None]
+        if has_any(stops):
+            stops &= totals >= s.stops_from[rows][:, None]
         ends = stops | (totals >= s.limit[rows][:, None])
         if width == 1:
             return NewTokens(rows, ids, counts, ends[:, 0], stops[:, 0])

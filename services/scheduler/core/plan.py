@@ -169,12 +169,16 @@ class StepPlanner:
         budgets of the step. 0: the row is left out."""
         slots = self.epoch.slots
         want = slots.wanted(rows, self.epoch.next_step, self.epoch.limits.stages)
-        np.minimum(want, min(budget.chunk, budget.tokens), out=want)
+        most = min(budget.chunk, budget.tokens)
+        is_limited = total(want) > most
+        if is_limited:
+            np.minimum(want, most, out=want)
         if budget.decodes is not None or budget.prefill is not None:
             decodes = slots.decoding(rows)
             want[decodes] = _first(want[decodes], _limit(budget.decodes))
             want[~decodes] = _within(want[~decodes], _limit(budget.prefill))
-        want = _within(want, budget.tokens)
+        if is_limited:
+            want = _within(want, budget.tokens)
         self.encode(rows, want)
         if self.epoch.limits.takes_back_states:  # no more than the sampled position may be computed again
             known = slots.tokens[rows] + slots.placeholders[rows] - slots.computed[rows]
@@ -334,17 +338,17 @@ class StepPlanner:
         plan = SchedulerOutput(
             epoch=epoch.number,
             step_id=step.step_id,
-            slots=pack(slots.astype(np.int32)),
-            generations=pack(step.generations),
-            starts=pack(starts),
-            counts=pack(counts),
+            slots=slots.astype(np.int32).tobytes(),
+            generations=step.generations.tobytes(),
+            starts=starts.tobytes(),
+            counts=counts.tobytes(),
             samples=samples.tobytes(),
             new=choice.new,
             block_slots=pack(choice.block_slots.astype(np.int32)) if choice.block_ids else b"",
             block_ids=pack(choice.block_ids),
             released=pack(epoch.take_released()),
             has_structured_output_requests=bool(unmasked),
-            drafts=pack(drafts) if has_any(drafts) else b"",
+            drafts=drafts.tobytes() if has_any(drafts) else b"",
             num_speculative_tokens=proposes,
             min_acceptance=drafting.min_acceptance if proposes else 0.0,
             report_times=self.store.observers.rank_times,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.codec import ProtocolError, pack, unpack
+from protocol.codec import ProtocolError, unpack
 from protocol.columns import greatest, has_all
 from protocol.rows import EmbeddingRows, LogprobRows, ProgressRows, ResultRows
 from protocol.steps import NO_DRAFT, ModelRunnerOutput
@@ -83,7 +83,7 @@ def _check_rows(step: InflightStep, message: ModelRunnerOutput, token_ids: Colum
     slots, generations = step.slots, step.generations
     if not has_all(step.samples):
         slots, generations = slots[step.samples], generations[step.samples]
-    if message.slots != pack(slots.astype(np.int32)) or message.generations != pack(generations):
+    if message.slots != slots.astype(np.int32).tobytes() or message.generations != generations.tobytes():
         raise UnknownResult(f"the rows of step {step.step_id}'s result are not those of its plan")
     if greatest(token_ids, 0) >= vocab_size:
         raise UnknownResult(f"step {step.step_id} returned a token outside the vocabulary of {vocab_size}")
