@@ -60,7 +60,9 @@ class Decoder(Generic[T]):
 
 def pack(values: Sequence[int] | NDArray[Any]) -> bytes:
     """Return the bytes of a column: int32 little-endian for a sequence; an array keeps its data type."""
-    return (values if isinstance(values, np.ndarray) else np.array(values, "<i4")).tobytes()
+    if isinstance(values, np.ndarray):
+        return values.tobytes()
+    return np.array(values, "<i4").tobytes() if values else b""  # most of a plan's lists are empty
 
 
 @overload

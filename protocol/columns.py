@@ -1,7 +1,8 @@
 """Columns of numbers, and reductions of short ones.
 
 A reduction by a NumPy ufunc (`any`, `all`, `sum`, `max`) takes 1.5 us for any column of up to a thousand numbers, which
-is most of the time of a step that only decodes. These take a tenth of that.
+is most of the time of a step that only decodes. These take a tenth of that. `column[rows]` takes half of
+`column.take(rows)`, if `rows` are int64.
 """
 
 from typing import Any
@@ -11,24 +12,23 @@ from numpy.typing import NDArray
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
-_ONES = np.ones(4096, np.int32)
+_SHORT = 64
+"""Numbers up to which a sum of Python's integers takes less time than a reduction."""
 
 
 def has_any(column: NDArray[Any]) -> bool:
     """Return whether any element is true, or not zero."""
-    return bool(np.count_nonzero(column))
+    return column.tobytes() != bytes(column.nbytes)
 
 
-def has_all(column: NDArray[Any]) -> bool:
-    """Return whether all elements are true, or not zero."""
-    return bool(np.count_nonzero(column) == column.size)
+def has_all(mask: NDArray[np.bool_]) -> bool:
+    """Return whether bool[any] is true everywhere."""
+    return 0 not in mask.tobytes()
 
 
 def total(column: NDArray[np.integer[Any]]) -> int:
-    """Return the sum of whole numbers, which must fit into int32."""
-    if len(column) > len(_ONES):
-        return int(column.sum())
-    return int(column.dot(_ONES[: len(column)]))
+    """Return the sum of whole numbers."""
+    return sum(column.tolist()) if len(column) <= _SHORT else int(column.sum())
 
 
 def greatest(column: NDArray[np.integer[Any]], least: int) -> int:

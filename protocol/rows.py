@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import ProtocolError, unpack
-from protocol.columns import I32
+from protocol.columns import I32, total
 from protocol.logprobs import Logprobs
 from protocol.requests import RequestOutputs
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -113,7 +113,7 @@ class ResultRows(NamedTuple):
         _same_length(what, slots=slots, generations=generations, counts=counts, drafted=drafted)
         if _negative(slots | generations | counts | drafted) or _negative(token_ids):
             raise ProtocolError(f"{what} has a negative number")
-        if (tokens := int(np.add.reduce(counts, dtype=np.int64))) != len(token_ids):
+        if (tokens := total(counts)) != len(token_ids):
             raise ProtocolError(f"{what} has {len(token_ids)} tokens, but its rows count {tokens}")
         return rows
 

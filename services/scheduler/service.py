@@ -267,7 +267,7 @@ class Service:
             case BlocksLoaded():
                 self._on_loaded(worker, message)
             case StepReport():
-                self._subscriptions.add_times(worker, message, self.workers.clock_offset(worker))
+                self._subscriptions.add_times(worker, message, self.workers.clock_offset)
             case Pong():
                 self.group.on_pong(worker, message.number)
                 if message.tiers and self.engine is not None and worker in self._ranks:
@@ -283,7 +283,7 @@ class Service:
             return
         self.group.on_result(result.epoch, result.step_id, now)
         if result.epoch == self.group.epoch:
-            self._subscriptions.add_times(worker, result, self.workers.clock_offset(worker))
+            self._subscriptions.add_times(worker, result, self.workers.clock_offset)
             self._worker_seconds.add(result.times)
         try:
             self.engine.on_result(result)

@@ -6,7 +6,7 @@ While nobody does, no recorder is attached to the core and plans do not ask rank
 import contextlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from protocol.record_fields import event_fields, request_fields, row_columns, step_fields
 from protocol.records import RankTimes, StepRecords
@@ -108,16 +108,18 @@ class Subscriptions(CoreListener):
             self._core.observers.rank_times = False
             self._recorder = None
 
-    def add_times(self, worker: bytes, message: ModelRunnerOutput | StepReport, clock_offset: float) -> None:
+    def add_times(
+        self, worker: bytes, message: ModelRunnerOutput | StepReport, clock_offset: Callable[[bytes], float]
+    ) -> None:
         """Add the times of a rank; those of other workers are ignored.
 
         Args:
-            clock_offset: seconds by which the worker's clock is ahead of the scheduler's.
+            clock_offset: returns the seconds by which a worker's clock is ahead of the scheduler's.
         """
         if self._recorder is not None and worker in self._ranks:
             returns_result = isinstance(message, ModelRunnerOutput)
             rank = RankTimes(self._ranks.index(worker), message.times, returns_result)
-            self._recorder.add_times(message.epoch, message.step_id, rank, clock_offset)
+            self._recorder.add_times(message.epoch, message.step_id, rank, clock_offset(worker))
 
     def take(self, now: float) -> tuple[StepRecords, Iterable[int]] | None:
         """The next batch and the frontends that get it; None if none is due. Writes the trace.

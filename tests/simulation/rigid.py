@@ -180,6 +180,7 @@ class RigidChecker(Checker):
             step.counts[kept],
             (step.samples & current)[kept],
             step.drafts[kept],
+            int(step.counts[kept].sum()),
         )
 
 

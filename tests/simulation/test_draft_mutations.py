@@ -114,18 +114,14 @@ def a_step_of_a_rest_proposes_drafts(commit: Any, self: StepPlanner, choice: Any
 
 
 @FAULTS.add(ResultApplier, "cut")
-def tokens_after_a_stop_are_delivered(
-    until: Any, self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any
-) -> Any:
+def tokens_after_a_stop_are_delivered(until: Any, self: ResultApplier, rows: Any, ids: Any, counts: Any) -> Any:
     """The row is not cut."""
-    return until(self, rows, token_ids, first, counts)._replace(counts=counts)
+    return until(self, rows, ids, counts)._replace(counts=counts)
 
 
 @FAULTS.add(ResultApplier, "cut")
-def a_stop_counts_at_the_end_of_a_row_only(
-    until: Any, self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any
-) -> Any:
-    tokens = until(self, rows, token_ids, first, counts)
+def a_stop_counts_at_the_end_of_a_row_only(until: Any, self: ResultApplier, rows: Any, ids: Any, counts: Any) -> Any:
+    tokens = until(self, rows, ids, counts)
     early = tokens.counts < counts
     return tokens._replace(counts=counts, ends=tokens.ends & ~early, stops=tokens.stops & ~early)
 
@@ -136,13 +132,11 @@ stop."""
 
 
 @RARE_FAULTS.add(ResultApplier, "cut")
-def min_tokens_hold_for_rows_of_one_token(
-    until: Any, self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any
-) -> Any:
+def min_tokens_hold_for_rows_of_one_token(until: Any, self: ResultApplier, rows: Any, ids: Any, counts: Any) -> Any:
     before = self.epoch.slots.stops_from.copy()
     self.epoch.slots.stops_from[rows[counts > 1]] = 0
     try:
-        return until(self, rows, token_ids, first, counts)
+        return until(self, rows, ids, counts)
     finally:
         self.epoch.slots.stops_from[:] = before
 
@@ -166,10 +160,8 @@ def tokens_behind_a_stop_enter_the_prefix_cache(commit: Any, self: KVCacheManage
 
 
 @RARE_FAULTS.add(ResultApplier, "cut")
-def a_stale_row_delivers_behind_its_stop(
-    until: Any, self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any
-) -> Any:
-    tokens = until(self, rows, token_ids, first, counts)
+def a_stale_row_delivers_behind_its_stop(until: Any, self: ResultApplier, rows: Any, ids: Any, counts: Any) -> Any:
+    tokens = until(self, rows, ids, counts)
     stale = self.epoch.slots.state[rows] == DELIVER
     return tokens._replace(counts=np.where(stale, counts, tokens.counts))
 

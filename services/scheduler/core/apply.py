@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from protocol.columns import greatest, has_all, has_any, indices
+from protocol.columns import has_all, has_any, indices
 from protocol.kv_groups import name_in_group
 from protocol.requests import Embedding, Finish, FinishReason
 from protocol.rows import LogprobRows, ProgressRows
@@ -75,7 +75,7 @@ class ResultApplier:
         sampling = slice(None) if has_all(step.samples) else step.samples
         rows, drafts = step.slots[sampling], step.drafts[sampling]
         all_current = epoch.ledger.current(step)
-        current, states = all_current[sampling], s.state.take(rows)
+        current, states = all_current[sampling], s.state[rows]
         live = current & (states == LIVE)
         self.check(step, result, rows, drafts, live)
         all_used = has_all(live & (counts > 0))
@@ -88,12 +88,11 @@ class ResultApplier:
         if has_any(step.drafts) or not all_used:
             self.settle(rows, drafts, result, live)
         logprobs = None if result.logprobs is None else self.wanted_logprobs(result.logprobs)
-        first = counts.cumsum(dtype=np.int32) - counts
         used: Mask | slice = slice(None)
         if not all_used:
             states[~current] = DROP
             used = (states != DROP) & (counts > 0)
-        tokens = self.cut(rows[used], result.token_ids, first[used], counts[used])
+        tokens = self.cut(rows[used], result.ids_by_row(used), counts[used])
         tokens, ends = self._take_special(tokens, result) if s.num_special else (tokens, [])
         self.append(tokens)
         appended, stops = tokens.counts, tokens.stops
@@ -106,7 +105,7 @@ class ResultApplier:
         if logprobs is not None:
             self.publish_logprobs(logprobs)
         all_sampled = len(rows) == len(step.slots)
-        epoch.kv.commit(rows if all_used and all_sampled else step.slots[s.state.take(step.slots) == LIVE])
+        epoch.kv.commit(rows if all_used and all_sampled else step.slots[s.state[step.slots] == LIVE])
         ends = [*self._ends(tokens), *ends]
         for request, finish in ends:
             self.lifecycle.finish(request, finish)
@@ -172,7 +171,7 @@ class ResultApplier:
         if has_any(missing) and has_any(missing := missing & ~self.may_be_left_out(rows)):
             slot = rows[missing][0]
             raise UnknownResult(f"step {step.step_id} has no token for slot {slot} and no reason for it")
-        if has_any(wrong := (counts > drafts + 1) | (result.drafted > drafts)):
+        if has_any(wrong := np.maximum(counts - 1, result.drafted) > drafts):
             row = int(wrong.argmax())
             raise UnknownResult(
                 f"step {step.step_id} has {counts[row]} tokens for slot {rows[row]}, which had {drafts[row]} drafts"
@@ -180,7 +179,7 @@ class ResultApplier:
 
     def may_be_left_out(self, rows: SlotIds) -> Mask:
         """bool[rows]: whether the workers may sample the step without the row (left-out row)."""
-        constrained = self.epoch.slots.constrained.take(rows)
+        constrained = self.epoch.slots.constrained[rows]
         return constrained if self.epoch.limits.leaves_rows_out else np.zeros_like(constrained)
 
     def check_masks(self, step: InflightStep, rows: SlotIds) -> None:
@@ -192,7 +191,7 @@ class ResultApplier:
         Raises: UnknownResult
         """
         s = self.epoch.slots
-        for slot in rows[s.constrained.take(rows)].tolist():
+        for slot in rows[s.constrained[rows]].tolist():
             if s.request(slot).masks is None:
                 raise UnknownResult(f"step {step.step_id} has a token for slot {slot}, whose masks were not made")
 
@@ -218,28 +217,27 @@ class ResultApplier:
 
     def _count_wasted(self, step: InflightStep, current: Mask) -> None:
         """Count the tokens of rows that are ignored: their request has left, or a rollback voided them."""
-        ignored = ~current | (self.epoch.slots.state.take(step.slots) == DROP)
+        ignored = ~current | (self.epoch.slots.state[step.slots] == DROP)
         self.store.counters["wasted_tokens_total:ignored_row"] += int(step.counts[ignored].sum())
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
-    def cut(self, rows: SlotIds, token_ids: Column, first: Column, counts: Column) -> NewTokens:
+    def cut(self, rows: SlotIds, ids: Column, counts: Column) -> NewTokens:
         """Cut each row behind its first stop token or its last token by length (row cut).
 
         Args:
-            first: int32[rows], index of the row's first token in `token_ids`.
+            ids: int32[rows, widest row]; undefined from `counts` on.
         """
-        s, width = self.epoch.slots, greatest(counts, 1)
-        offsets = np.arange(width, dtype=np.int32)
-        ids = token_ids.take(first[:, None] + offsets, mode="clip")
-        totals = s.tokens.take(rows)[:, None] + (offsets + 1)
+        s, width = self.epoch.slots, ids.shape[1]
+        totals = s.tokens[rows][:, None] + np.arange(1, width + 1, dtype=np.int32)
         matches = ids[:, :, None] == s.stop_ids.take(rows, axis=0)[:, None, :]
         stops = matches[:, :, 0] if matches.shape[2] == 1 else matches.any(axis=2)
-        stops &= totals >= s.stops_from.take(rows)[:, None]
-        ends = stops | (totals >= s.limit.take(rows)[:, None])
+        if has_any(stops):
+            stops &= totals >= s.stops_from[rows][:, None]
+        ends = stops | (totals >= s.limit[rows][:, None])
         if width == 1:
             return NewTokens(rows, ids, counts, ends[:, 0], stops[:, 0])
-        ends &= offsets < counts[:, None]
+        ends &= np.arange(width) < counts[:, None]
         ended, last = ends.any(axis=1), ends.argmax(axis=1)
         counts = np.where(ended, last + 1, counts).astype(np.int32)
         return NewTokens(rows, ids, counts, ended, ended & stops[np.arange(len(rows)), last])
@@ -248,7 +246,7 @@ class ResultApplier:
         """Advance grammars by the tokens (emitted tokens only) and deliver embeddings. Return the tokens without those
         that do not match and those of embeddings, and the requests that end with it."""
         s, ended = self.epoch.slots, list[RequestEnd]()
-        some = indices(s.constrained.take(tokens.rows) | s.pooling.take(tokens.rows))
+        some = indices(s.constrained[tokens.rows] | s.pooling[tokens.rows])
         if not len(some):
             return tokens, ended
         counts, ends, stops = tokens.counts.copy(), tokens.ends.copy(), tokens.stops.copy()
@@ -274,23 +272,23 @@ class ResultApplier:
     def append(self, tokens: NewTokens) -> None:
         """Append tokens to the history of their slots and to the outputs."""
         s, (rows, ids, counts) = self.epoch.slots, tokens[:3]
-        totals = s.tokens.take(rows)
-        if has_any(entering := totals == s.entry.take(rows)):
+        totals = s.tokens[rows]
+        if has_any(entering := totals == s.entry[rows]):
             for slot in rows[entering & (counts > 0)].tolist():
                 request = s.request(slot)
                 if not request.first_token:
                     request.first_token = self.store.now
                     self.store.outputs.cached(*request.key, request.num_cached_tokens)
         s.tokens[rows] = totals + counts
-        if ids.shape[1] == 1 and has_all(counts):
+        if ids.shape[1] == 1 and has_all(counts > 0):
             token_ids = ids[:, 0]
         else:
             taken = np.arange(ids.shape[1]) < counts[:, None]
             which, at = np.nonzero(taken)
             rows, totals, token_ids = rows[which], totals[which] + at.astype(np.int32), ids[taken]
         s.history[rows, totals] = token_ids
-        indices = totals - s.prompt.take(rows)
-        self.store.outputs.tokens(s.frontend.take(rows), s.number.take(rows), indices, token_ids)
+        indices = totals - s.prompt[rows]
+        self.store.outputs.tokens(s.frontend[rows], s.number[rows], indices, token_ids)
         self.store.counters["generation_tokens"] += len(rows)
 
     def deliver_stale(self, retired: SlotIds) -> None:
@@ -305,21 +303,21 @@ class ResultApplier:
     def keep_drafts(self, rows: SlotIds, draft_ids: Column) -> None:
         """Keep the drafts of constrained rows: the masks of their next rows depend on them."""
         s = self.epoch.slots
-        for row in indices(s.constrained.take(rows)).tolist():
+        for row in indices(s.constrained[rows]).tolist():
             s.request(int(rows[row])).draft_ids = draft_ids[row]
 
     def wanted_logprobs(self, logprobs: LogprobRows) -> LogprobRows:
         """Select the log-probabilities of rows that are used, before this result ends any request."""
-        return logprobs.select(np.isin(self.epoch.slots.state.take(logprobs.owners), (LIVE, DELIVER)))
+        return logprobs.select(np.isin(self.epoch.slots.state[logprobs.owners], (LIVE, DELIVER)))
 
     def publish_logprobs(self, logprobs: LogprobRows) -> None:
         """Publish the log-probabilities of tokens that were appended. The fence guarantees that the slot's owner has
         not changed since; a row that a rollback voided has none."""
         s = self.epoch.slots
-        logprobs = logprobs.select(logprobs.positions < s.tokens.take(logprobs.owners))
+        logprobs = logprobs.select(logprobs.positions < s.tokens[logprobs.owners])
         owners = logprobs.owners
-        numbers = s.number.take(owners).view(np.int32)
-        self.store.outputs.logprobs(s.frontend.take(owners), logprobs._replace(owners=numbers))
+        numbers = s.number[owners].view(np.int32)
+        self.store.outputs.logprobs(s.frontend[owners], logprobs._replace(owners=numbers))
 
     def _ends(self, tokens: NewTokens) -> list[RequestEnd]:
         """Requests that end with their row's last token."""

@@ -97,9 +97,9 @@ class DeferredMasks:
     def used_rows(self, step: InflightStep, sampled_before: Mask) -> tuple[list[bool], list[bool]]:
         """Return for each row of the step whether its tokens will be appended to a request, and whether the token
         before such a row is in flight."""
-        states = self.epoch.slots.state.take(step.slots)
+        states = self.epoch.slots.state[step.slots]
         used = self.epoch.ledger.current(step) & ((states == LIVE) | (states == DELIVER))
-        return used.tolist(), (used & sampled_before.take(step.slots)).tolist()
+        return used.tolist(), (used & sampled_before[step.slots]).tolist()
 
     def row_masks(self, slot: int, num_drafts: int, used: bool) -> Masks | None:
         """Return the masks of one row, or None while they are being made."""

@@ -323,7 +323,7 @@ class AdaptiveDrafting:
         if not seconds or steps != 1:
             return
         num_rows, most = len(step.slots), greatest(planned, 0)
-        prompt_tokens = total(step.counts) - num_rows - (total(planned) if most else 0)
+        prompt_tokens = step.num_tokens - num_rows - (total(planned) if most else 0)
         if most == step.proposes:  # others verify and propose different numbers
             num_drafted = total(drafted) if most else 0
             seconds = self._seconds.add(num_rows, num_drafted, step.proposes, prompt_tokens, seconds)

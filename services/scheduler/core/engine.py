@@ -355,9 +355,9 @@ class EngineCore:
             step,
             plan,
             requests=tuple(slots.request(new.slot).key for new in plan.new),
-            frontends=slots.frontend.take(step.slots),
-            numbers=slots.number.take(step.slots),
-            entries=slots.entry.take(step.slots),
+            frontends=slots.frontend[step.slots],
+            numbers=slots.number[step.slots],
+            entries=slots.entry[step.slots],
             steps_in_flight=len(self.queue),
             num_running=len(self.epoch.running),
             num_waiting=self.store.num_waiting,
@@ -407,17 +407,19 @@ class EngineCore:
     def _apply(self, step: InflightStep, result: ModelRunnerOutput) -> None:
         decoded = decode_result(step, result, self._admission.vocab_size, self._admission.hidden_size)
         applied = self.applier.apply(step, decoded)
-        tokens = total(step.counts)
-        self._measure(step, tokens, applied.ended)
+        tokens = step.num_tokens
+        self._measure(step, applied.ended)
         self.store.counters["steps_total"] += 1
         self.store.counters["iteration_tokens_sum"] += tokens
         self.store.counters[f"iteration_tokens:{bisect_left(ITERATION_TOKENS, tokens)}"] += 1
         if self.observers.listening:
             self.observers.emit(events.ResultApplied(step, result, *applied))
 
-    def _measure(self, step: InflightStep, tokens: int, ended: Iterable[RequestKey]) -> None:
-        """`tokens`: positions of the step: one per row, drafts, and those of prompts."""
-        prompt_tokens, now = tokens - len(step.slots) - total(step.drafts), self.store.now
+    def _measure(self, step: InflightStep, ended: Iterable[RequestKey]) -> None:
+        # Positions of a step: one per row, drafts, and those of prompts
+        prompt_tokens, now = step.num_tokens - len(step.slots), self.store.now
+        if prompt_tokens:
+            prompt_tokens -= total(step.drafts)
         hits = self.store.counters["prefix_cache_hits"]
         self._queue_time.on_result(now, prompt_tokens, hits, not self.queue)
         self.store.loading.seconds_per_token = self._queue_time.seconds_per_computed_token

@@ -169,14 +169,15 @@ class KVCacheManager:
                     self._unseen.add(block)
         self.pool.give_back(reversed(prefix + blocks))
 
-    def missing(self, slots: SlotIds, num_tokens: Column) -> Column:
-        """Blocks that each slot lacks to hold `num_tokens` tokens; int32[rows]."""
-        lacking = num_tokens - self._slots.capacity.take(slots)
+    def missing(self, slots: SlotIds, num_tokens: Column) -> Column | None:
+        """Blocks that each slot lacks to hold `num_tokens` tokens, int32[rows]; None: no slot lacks any."""
+        lacking = num_tokens - self._slots.capacity[slots]
+        if not has_any(lacking > 0):
+            return None
         np.maximum(lacking, 0, out=lacking)
-        if has_any(lacking):
-            lacking += self.block_size - 1
-            lacking //= self.block_size
-            lacking *= self.num_groups
+        lacking += self.block_size - 1
+        lacking //= self.block_size
+        lacking *= self.num_groups
         return lacking
 
     def grow(self, rows: SlotIds, counts: Column) -> list[int]:
@@ -199,7 +200,7 @@ class KVCacheManager:
     def register(self, rows: SlotIds, frontiers: Column) -> None:
         """Make the full blocks of the first `frontiers[i]` tokens of `rows[i]` findable. These tokens are known, and
         written before any reader can read them. Only rows that crossed a block boundary cost anything."""
-        crossed = frontiers >= self._slots.next_commit.take(rows)
+        crossed = frontiers >= self._slots.next_commit[rows]
         if not (self.enable_prefix_caching and has_any(crossed)):
             return
         rows, size, register = rows[crossed], self.block_size, self.pool.register
@@ -264,8 +265,8 @@ class KVCacheManager:
     def commit(self, rows: SlotIds) -> None:
         """Register what results have confirmed, without tokens behind the end of a request, then free the blocks behind
         windows. Only rows that crossed a block boundary cost anything."""
-        confirmed = np.minimum(self._slots.committed(rows), self._slots.tokens.take(rows))
-        crossed = confirmed >= self._slots.next_whole.take(rows)
+        confirmed = np.minimum(self._slots.committed(rows), self._slots.tokens[rows])
+        crossed = confirmed >= self._slots.next_whole[rows]
         if self.enable_prefix_caching and has_any(crossed):
             full, frontiers = rows[crossed], confirmed[crossed]
             self.register(full, frontiers)
@@ -277,7 +278,7 @@ class KVCacheManager:
         """Free the blocks behind the windows of `rows[i]`, of which `committed[i]` positions are committed. Every query
         in flight or to come has a position from there on, whatever is rejected or left out (blocks behind the window).
         """
-        due = committed >= self._slots.next_unread.take(rows)
+        due = committed >= self._slots.next_unread[rows]
         for slot, position in zip(rows[due].tolist(), committed[due].tolist(), strict=True):
             table, unread = self.tables[slot], []
             for number, group in self._windows:

@@ -1,13 +1,12 @@
 """The promised work. Each of its counts is a sum over the steps in flight (the ledger, docs/invariants.md)."""
 
-from dataclasses import dataclass, field
+from msgspec import Struct
 
 from protocol.columns import has_all
 from services.scheduler.core.slots import Column, Mask, SlotColumns, SlotIds
 
 
-@dataclass(frozen=True, slots=True)
-class InflightStep:
+class InflightStep(Struct, frozen=True, eq=False):
     """One dispatched step; columns with a row per scheduled request."""
 
     step_id: int
@@ -19,13 +18,15 @@ class InflightStep:
     """Sampling rows; decided when the step is formed and followed by the worker."""
     drafts: Column
     """Number of drafts among `counts`."""
+    num_tokens: int
+    """Sum of `counts`."""
     proposes: int = 0
     """Number of drafts that the step proposes for each sampling row."""
     is_trial: bool = False
     """The step belongs to a trial of this number."""
     rests: bool = False
     """Speculation rests: the step proposes no drafts, and the drafter gets nothing of it."""
-    unmasked: dict[int, int] = field(default_factory=dict)
+    unmasked: dict[int, int] = {}
     """Slot -> row, in plan order, of the constrained rows that sample and whose masks were not sent yet (deferred
     sampling). It shrinks while the step is in flight."""
 
@@ -44,9 +45,9 @@ class Ledger:
         self.newest = step
         s, rows = self._slots, step.slots
         s.computed[rows] = step.starts + step.counts
-        s.inflight[rows] = s.inflight.take(rows) + step.counts
-        s.placeholders[rows] = s.placeholders.take(rows) + step.samples + step.drafts
-        s.sampling[rows] = s.sampling.take(rows) + step.samples
+        s.inflight[rows] = s.inflight[rows] + step.counts
+        s.placeholders[rows] = s.placeholders[rows] + step.samples + step.drafts
+        s.sampling[rows] = s.sampling[rows] + step.samples
         s.last_step[rows] = step.step_id
         sampling = rows[step.samples]
         s.sampled_step[sampling] = step.step_id
@@ -58,13 +59,13 @@ class Ledger:
         s, rows, counts, samples, drafts = self._slots, step.slots, step.counts, step.samples, step.drafts
         if not has_all(current):
             rows, counts, samples, drafts = rows[current], counts[current], samples[current], drafts[current]
-        s.inflight[rows] = s.inflight.take(rows) - counts
-        s.placeholders[rows] = s.placeholders.take(rows) - samples - drafts
-        s.sampling[rows] = s.sampling.take(rows) - samples
+        s.inflight[rows] = s.inflight[rows] - counts
+        s.placeholders[rows] = s.placeholders[rows] - samples - drafts
+        s.sampling[rows] = s.sampling[rows] - samples
 
     def current(self, step: InflightStep) -> Mask:
         """bool[rows]: rows of their slot's present generation. Other rows count for nothing."""
-        return step.generations == self._slots.generation.take(step.slots)
+        return step.generations == self._slots.generation[step.slots]
 
     def roll_back(self, slot: int, frontier: int) -> None:
         """Void everything in flight for the slot; it continues from position `frontier` with its blocks (rollback)."""

@@ -1,11 +1,11 @@
 """Outputs on their way to the frontends: columns per frontend, one message per turn of the loop."""
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.codec import pack
 from protocol.columns import has_all
 from protocol.requests import Embedding, Finish, RequestOutputs
 from protocol.rows import LogprobRows
@@ -16,16 +16,18 @@ class _FrontendOutputs:
     """Outputs for one frontend since the last message."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[NDArray[np.uint32], Column, Column]] = []
-        """Numbers of requests, indices and token ids, in parts."""
+        self.rows: list[tuple[bytes, ...]] = []
+        """Columns of a message in parts: numbers of requests, indices and token ids."""
         self.finished: list[Finish] = []
         self.logprobs: list[LogprobRows] = []
         self.embeddings: list[Embedding] = []
         self.cached: dict[int, int] = {}
 
+    def add(self, *columns: NDArray[Any]) -> None:
+        self.rows.append(tuple(map(np.ndarray.tobytes, columns)))
+
     def message(self) -> RequestOutputs:
-        columns = [b"".join(map(pack, parts)) for parts in zip(*self.rows, strict=True)]
-        numbers, indices, token_ids = columns or [b""] * 3
+        numbers, indices, token_ids = map(b"".join, zip(*self.rows, strict=True)) if self.rows else (b"",) * 3
         logprobs = LogprobRows.concatenate(self.logprobs).to_message() if self.logprobs else None
         return RequestOutputs(numbers, indices, token_ids, self.finished, logprobs, self.embeddings, cached=self.cached)
 
@@ -44,9 +46,9 @@ class OutputBuffer:
             frontend = int(frontends[0])
             mine = frontends == frontend
             if has_all(mine):
-                self._by_frontend[frontend].rows.append((numbers, indices, token_ids))
+                self._by_frontend[frontend].add(numbers, indices, token_ids)
                 return
-            self._by_frontend[frontend].rows.append((numbers[mine], indices[mine], token_ids[mine]))
+            self._by_frontend[frontend].add(numbers[mine], indices[mine], token_ids[mine])
             others = ~mine
             frontends, numbers = frontends[others], numbers[others]
             indices, token_ids = indices[others], token_ids[others]

@@ -51,10 +51,14 @@ class StepChoice:
     block_ids: list[int] = field(default_factory=list)
     admitting: bool = True
     new_bytes: int = 0
+    num_tokens: int = 0
+    """Sum of `counts`."""
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(int(counts.sum()) for counts in self.counts)
+    def add(self, slots: SlotIds, counts: Column, num_tokens: int) -> None:
+        self.slots.append(slots)
+        self.counts.append(counts)
+        self.num_tokens += num_tokens
+        self.tokens_left -= num_tokens
 
 
 @dataclass(eq=False)
@@ -128,12 +132,10 @@ class StepPlanner:
         while True:
             rows = epoch.policy.order(view)
             counts = self.slices(rows, budget)
-            missing = epoch.kv.missing(rows, epoch.limits.held(epoch.slots.computed.take(rows) + counts))
-            short = len(rows)
-            if total(missing) > epoch.kv.num_free:
-                short = int(missing.cumsum().searchsorted(epoch.kv.num_free, side="right"))
-            if short == len(rows):
+            missing = epoch.kv.missing(rows, epoch.limits.held(epoch.slots.computed[rows] + counts))
+            if missing is None or total(missing) <= epoch.kv.num_free:
                 break
+            short = int(missing.cumsum().searchsorted(epoch.kv.num_free, side="right"))
             choice.admitting = False
             if (load := self.store.loading.last) is not None:
                 epoch.loads.end(load, 0)
@@ -147,19 +149,18 @@ class StepPlanner:
             view = epoch.view(view.waiting)
         taken = counts > 0
         if not has_all(taken):
-            rows, counts, missing = rows[taken], counts[taken], missing[taken]
+            rows, counts = rows[taken], counts[taken]
+            missing = None if missing is None else missing[taken]
         if not len(rows):
             return
-        short_of = missing > 0
-        if has_any(short_of):
+        if missing is not None and has_any(short_of := missing > 0):
             choice.block_ids = epoch.kv.grow(rows[short_of], missing[short_of])
             choice.block_slots = np.repeat(rows, missing)
-        if not budget.runner_reports:
-            self.register_known(rows, counts)
-        choice.slots.append(rows)
-        choice.counts.append(counts)
         choice.encoder_left = self.encode(rows, counts)
-        choice.tokens_left -= total(counts)
+        num_tokens = total(counts)
+        if num_tokens > len(rows) and not budget.runner_reports:
+            self.register_known(rows, counts)
+        choice.add(rows, counts, num_tokens)
         if budget.prefill is not None:
             choice.prefill_left -= int(counts[~epoch.slots.decoding(rows)].sum())
 
@@ -168,16 +169,20 @@ class StepPlanner:
         budgets of the step. 0: the row is left out."""
         slots = self.epoch.slots
         want = slots.wanted(rows, self.epoch.next_step, self.epoch.limits.stages)
-        np.minimum(want, min(budget.chunk, budget.tokens), out=want)
+        most = min(budget.chunk, budget.tokens)
+        is_limited = total(want) > most
+        if is_limited:
+            np.minimum(want, most, out=want)
         if budget.decodes is not None or budget.prefill is not None:
             decodes = slots.decoding(rows)
             want[decodes] = _first(want[decodes], _limit(budget.decodes))
             want[~decodes] = _within(want[~decodes], _limit(budget.prefill))
-        want = _within(want, budget.tokens)
+        if is_limited:
+            want = _within(want, budget.tokens)
         self.encode(rows, want)
         if self.epoch.limits.takes_back_states:  # no more than the sampled position may be computed again
-            known = slots.tokens.take(rows) + slots.placeholders.take(rows) - slots.computed.take(rows)
-            want -= slots.constrained.take(rows) & (want > 1) & (want == known)
+            known = slots.tokens[rows] + slots.placeholders[rows] - slots.computed[rows]
+            want -= slots.constrained[rows] & (want > 1) & (want == known)
         return want
 
     def encode(self, rows: SlotIds, counts: Column) -> int:
@@ -186,8 +191,8 @@ class StepPlanner:
         slots, left = self.epoch.slots, self.epoch.limits.encoder_budget
         if not left:
             return 0
-        starts = slots.computed.take(rows)
-        for row in np.flatnonzero((starts < slots.media_end.take(rows)) & (counts > 0)).tolist():
+        starts = slots.computed[rows]
+        for row in np.flatnonzero((starts < slots.media_end[rows]) & (counts > 0)).tolist():
             items, start = slots.request(int(rows[row])).items, int(starts[row])
             end, left = encodable(items, start, start + int(counts[row]), left, is_first=False)
             counts[row] = end - start
@@ -196,8 +201,7 @@ class StepPlanner:
     def register_known(self, rows: SlotIds, counts: Column) -> None:
         """Eager registration: chunks of known tokens enter the prefix cache with their dispatch."""
         slots = self.epoch.slots
-        chunk = counts > 1
-        if has_any(chunk) and has_any(chunk := chunk & ~slots.decoding(rows)):
+        if has_any(chunk := (counts > 1) & ~slots.decoding(rows)):
             rows = rows[chunk]
             self.epoch.kv.register(rows, np.minimum(slots.computed[rows] + counts[chunk], slots.tokens[rows]))
 
@@ -273,7 +277,8 @@ class StepPlanner:
         request.asked = False
         request.token_ids = _NO_TOKENS
         row = np.array([slot], np.int64)
-        kv.grow(row, kv.missing(row, held))
+        if (missing := kv.missing(row, held)) is not None:
+            kv.grow(row, missing)
         if not choice.runner_reports:
             kv.register(row, np.array([hit + count], np.int32))
         store.counters["prefix_cache_queries"] += len(tokens)
@@ -293,9 +298,7 @@ class StepPlanner:
                 request.media,
             )
         )
-        choice.slots.append(row)
-        choice.counts.append(np.array([count], np.int32))
-        choice.tokens_left -= count
+        choice.add(row, np.array([count], np.int32), count)
         choice.prefill_left -= count
 
     # -- the plan ------------------------------------------------------------------------------------------------
@@ -304,25 +307,29 @@ class StepPlanner:
         """Take the step id and build the plan from copies of the columns; only then do the columns advance (plan
         snapshot)."""
         epoch, s = self.epoch, self.epoch.slots
-        slots, counts = np.concatenate(choice.slots), np.concatenate(choice.counts)
-        starts = s.computed.take(slots)
-        drafts = starts + counts - (s.tokens.take(slots) + s.placeholders.take(slots))
+        (slots, *_), (counts, *_) = choice.slots, choice.counts
+        if len(choice.slots) > 1:
+            slots, counts = np.concatenate(choice.slots), np.concatenate(choice.counts)
+        starts = s.computed[slots]
+        drafts = starts + counts - s.tokens[slots] - s.placeholders[slots]
         samples = drafts >= 0
         np.maximum(drafts, 0, out=drafts)
-        drafting = self.drafting if has_any(samples) else NO_DRAFTING
-        proposes = drafting.length(int(np.count_nonzero(samples)))
+        num_samples = int(np.count_nonzero(samples))
+        drafting = self.drafting if num_samples else NO_DRAFTING
+        proposes = drafting.length(num_samples)
         unmasked: dict[int, int] = {}
         if s.num_special:
-            masked = indices(samples & s.constrained.take(slots))
+            masked = indices(samples & s.constrained[slots])
             unmasked = dict(zip(slots[masked].tolist(), masked.tolist(), strict=True))
         step = InflightStep(
             epoch.next_step,
             slots,
-            s.generation.take(slots),
+            s.generation[slots],
             starts,
             counts,
             samples,
             drafts,
+            choice.num_tokens,
             proposes,
             drafting.is_trial,
             drafting.rests,
@@ -331,17 +338,17 @@ class StepPlanner:
         plan = SchedulerOutput(
             epoch=epoch.number,
             step_id=step.step_id,
-            slots=pack(slots.astype(np.int32)),
-            generations=pack(step.generations),
-            starts=pack(starts),
-            counts=pack(counts),
+            slots=slots.astype(np.int32).tobytes(),
+            generations=step.generations.tobytes(),
+            starts=starts.tobytes(),
+            counts=counts.tobytes(),
             samples=samples.tobytes(),
             new=choice.new,
-            block_slots=pack(choice.block_slots.astype(np.int32)),
+            block_slots=pack(choice.block_slots.astype(np.int32)) if choice.block_ids else b"",
             block_ids=pack(choice.block_ids),
             released=pack(epoch.take_released()),
             has_structured_output_requests=bool(unmasked),
-            drafts=pack(drafts) if has_any(drafts) else b"",
+            drafts=drafts.tobytes() if has_any(drafts) else b"",
             num_speculative_tokens=proposes,
             min_acceptance=drafting.min_acceptance if proposes else 0.0,
             report_times=self.store.observers.rank_times,

@@ -66,7 +66,7 @@ class QueueTime:
 
     def seconds(self, store: RequestStore, epoch: EpochState, num_tokens: int) -> float:
         """Return the estimate for a new request with so many tokens; 0.0 if nothing stands before it."""
-        left = epoch.slots.entry.take(epoch.running) - epoch.slots.computed.take(epoch.running)
+        left = epoch.slots.entry[epoch.running] - epoch.slots.computed[epoch.running]
         tokens = store.num_waiting_tokens + int(left[left > 0].sum())
         return max(tokens * self.seconds_per_prompt_token, self._for_seats(store, epoch, num_tokens))
 

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.codec import ProtocolError, pack, unpack
+from protocol.codec import ProtocolError, unpack
 from protocol.columns import greatest, has_all
 from protocol.rows import EmbeddingRows, LogprobRows, ProgressRows, ResultRows
 from protocol.steps import NO_DRAFT, ModelRunnerOutput
 from services.scheduler.core.ledger import InflightStep
-from services.scheduler.core.slots import Column
+from services.scheduler.core.slots import Column, Mask
 
 NO_EMBEDDINGS: Mapping[int, bytes] = MappingProxyType({})
 
@@ -42,6 +42,14 @@ class DecodedResult(NamedTuple):
     """Slots of rows whose request has an adapter that the workers cannot load."""
     sampled: float = 0.0
     """When the step was sampled, seconds on the worker's clock; 0: unknown."""
+
+    def ids_by_row(self, rows: Mask | slice) -> Column:
+        """Return the tokens of some rows, int32[rows, widest row]; those of a row are undefined from its count on."""
+        widest = greatest(self.counts, 1)
+        if widest == 1 and len(self.token_ids) == len(self.counts):  # one each
+            return self.token_ids[rows, None]
+        first = (self.counts.cumsum(dtype=np.int32) - self.counts)[rows]
+        return self.token_ids.take(first[:, None] + np.arange(widest, dtype=np.int32), mode="clip")
 
 
 def decode_result(step: InflightStep, message: ModelRunnerOutput, vocab_size: int, hidden_size: int) -> DecodedResult:
@@ -75,7 +83,7 @@ def _check_rows(step: InflightStep, message: ModelRunnerOutput, token_ids: Colum
     slots, generations = step.slots, step.generations
     if not has_all(step.samples):
         slots, generations = slots[step.samples], generations[step.samples]
-    if message.slots != pack(slots.astype(np.int32)) or message.generations != pack(generations):
+    if message.slots != slots.astype(np.int32).tobytes() or message.generations != generations.tobytes():
         raise UnknownResult(f"the rows of step {step.step_id}'s result are not those of its plan")
     if greatest(token_ids, 0) >= vocab_size:
         raise UnknownResult(f"step {step.step_id} returned a token outside the vocabulary of {vocab_size}")

@@ -184,22 +184,22 @@ class SlotColumns:
     def wanted(self, rows: SlotIds, next_step: int, stages: int) -> Column:
         """Tokens that each slot could compute in step `next_step`, drafts included (slice size); 0 where the next
         token is not on the device yet."""
-        tokens, computed = self.tokens.take(rows), self.computed.take(rows)
-        sampling = self.sampling.take(rows)
-        want = tokens + self.placeholders.take(rows) - computed + self.proposed.take(rows)
+        tokens, computed = self.tokens[rows], self.computed[rows]
+        sampling = self.sampling[rows]
+        want = tokens + self.placeholders[rows] - computed + self.proposed[rows]
         # Position bound: if every draft in flight were accepted, the context may be full.
         np.minimum(want, self.history.shape[1] - computed, out=want)
-        want[tokens + sampling >= self.limit.take(rows)] = 0  # certain end
+        want[tokens + sampling >= self.limit[rows]] = 0  # certain end
         if stages > 1:  # stage spacing: tokens and drafts of the last stage have not reached the first
-            want[(sampling > 0) & (next_step - self.sampled_step.take(rows) < stages)] = 0
+            want[(sampling > 0) & (next_step - self.sampled_step[rows] < stages)] = 0
         if self.num_special and has_any(self.late_masks):  # masks of a row that is the only one follow its plan at once
-            want[(self.late_masks.take(rows) >= MOST_LATE) & (sampling > 0)] = 0
+            want[(self.late_masks[rows] >= MOST_LATE) & (sampling > 0)] = 0
         return want
 
     def decoding(self, rows: SlotIds) -> Mask:
         """bool[rows]: slots whose whole prefill is dispatched."""
-        return self.computed.take(rows) >= self.entry.take(rows)
+        return self.computed[rows] >= self.entry[rows]
 
     def committed(self, rows: SlotIds) -> Column:
         """[C] Committed position: KV below it is written and confirmed."""
-        return self.computed.take(rows) - self.inflight.take(rows)
+        return self.computed[rows] - self.inflight[rows]

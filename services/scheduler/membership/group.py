@@ -315,11 +315,11 @@ class WorkerGroup:
     def _form(self, now: float) -> None:
         """Begin an epoch if there is none and enough workers are spare; under `auto`, end one that should grow or
         shrink."""
-        if self.failed or self.losses.hopeless:
+        if self.failed or self.losses.hopeless or (self.size is not None and not self._formation.is_auto):
             return
         best, settled = self._best_size(), self._formation.settled(now)
         if self.size is not None:
-            if self._formation.is_auto and settled and best not in (None, self.size):
+            if settled and best not in (None, self.size):
                 self._group_event(GroupEvent.RESIZE, f"the group is formed anew with {best.world} workers", now)
         elif settled and best is not None and len(spares := self.roster.spares) >= best.world:
             if self._formation.awaits_weights(spares, best, now):

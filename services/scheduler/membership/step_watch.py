@@ -37,9 +37,11 @@ class StepSize(NamedTuple):
 
     @classmethod
     def from_plan(cls, plan: SchedulerOutput) -> "StepSize":
-        counts = unpack(plan.counts).astype(np.int64)
-        attended = int(counts @ (counts + unpack(plan.starts)))
-        return cls(total(counts), attended, len(counts), greatest(counts, 0))
+        counts = unpack(plan.counts)
+        ends, positions = unpack(plan.starts) + counts, total(counts)
+        if positions == len(counts):  # every row has one position
+            return cls(positions, total(ends), positions)
+        return cls(positions, int(counts.astype(np.int64) @ ends), len(counts), greatest(counts, 0))
 
     @property
     def bucket(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ class BalancedPolicy(ChunkedPolicy):
         left += _waiting_demand(view, stages * most - left)
         even = -(-(left + in_flight) // stages) if left else 0
         prefill = min(left, max(even, MIN_CHUNK))
-        widest = 1 + int(view.slots.proposed.take(view.running).max(initial=0))
+        widest = 1 + int(view.slots.proposed[view.running].max(initial=0))
         return StepBudget(min(most, decodes * widest + prefill), chunk, decodes, prefill)
 
 
@@ -43,10 +43,10 @@ def _share(demand: int, step: int, stages: int) -> int:
 def _running_demand(view: SchedulerView) -> tuple[int, int, int]:
     """Demand of running requests: decode rows of a round, prefill tokens not dispatched, prefill tokens in flight."""
     s, rows = view.slots, view.running
-    entry, computed = s.entry.take(rows), s.computed.take(rows)
-    goes_on = s.tokens.take(rows) + s.sampling.take(rows) < s.limit.take(rows)
+    entry, computed = s.entry[rows], s.computed[rows]
+    goes_on = s.tokens[rows] + s.sampling[rows] < s.limit[rows]
     dispatched = np.minimum(computed, entry)
-    written = np.minimum(computed - s.inflight.take(rows), entry)
+    written = np.minimum(computed - s.inflight[rows], entry)
     return (
         int(np.count_nonzero(goes_on & (computed >= entry))),
         int((entry - dispatched).sum()),

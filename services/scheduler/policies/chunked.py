@@ -28,7 +28,9 @@ class ChunkedPolicy:
 
     def order(self, view: SchedulerView) -> SlotIds:
         """The slot that was not scheduled for the longest time comes first, so that all take turns."""
-        rows, last = view.running, view.slots.last_step.take(view.running)
+        if view.ledger.newest is not None and view.ledger.newest.slots is view.running:
+            return view.running  # the last step had them all
+        rows, last = view.running, view.slots.last_step[view.running]
         return rows if has_all(last[:-1] <= last[1:]) else rows[np.argsort(last, kind="stable")]
 
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:

@@ -81,5 +81,5 @@ class GuardedPolicy:
 def _is_subset(rows: object, view: SchedulerView) -> bool:
     if not isinstance(rows, np.ndarray) or rows.ndim != 1 or rows.dtype.kind != "i":
         return False
-    live = view.slots.state.take(rows) == LIVE
+    live = view.slots.state[rows] == LIVE
     return bool(live.all()) and (not len(rows) or int(np.bincount(rows).max()) == 1)  # of negative ones it raises

@@ -91,25 +91,25 @@ class PhasedPolicy:
     def _decodable(view: SchedulerView) -> SlotIds:
         """Slots that could decode one token now."""
         s, rows = view.slots, view.running
-        return view.ready(rows[s.committed(rows) >= s.entry.take(rows)])
+        return view.ready(rows[s.committed(rows) >= s.entry[rows]])
 
     @staticmethod
     def _in_prefill(view: SchedulerView) -> SlotIds:
         """The slot whose prefill continues. After a rollback there may be two; the lower order key comes first."""
         s, rows = view.slots, view.running
-        return rows[s.computed.take(rows) < s.entry.take(rows)][:1]
+        return rows[s.computed[rows] < s.entry[rows]][:1]
 
     def _batch(self, view: SchedulerView, able: SlotIds) -> SlotIds:
         """As many of `able` as one step can take, the longest-waiting first (pausing)."""
         fits = self._fitting(view, able)
         if len(fits) == len(able):
             return able
-        waiting = able[np.argsort(view.slots.last_step.take(able), kind="stable")]
+        waiting = able[np.argsort(view.slots.last_step[able], kind="stable")]
         return waiting[self._fitting(view, waiting)]
 
     def _fitting(self, view: SchedulerView, rows: SlotIds) -> SlotIds:
         limits = view.limits
-        lengths = view.slots.computed.take(rows) + 1
+        lengths = view.slots.computed[rows] + 1
         return self._geometry.fitting(lengths, limits.max_num_batched_tokens, limits.max_model_len, self._max_volume)
 
     # -- admission -----------------------------------------------------------------------------------------------
@@ -149,10 +149,10 @@ class PhasedPolicy:
         (volume limit). Lengths are those of the step that is being formed, steps in flight included (predicted
         length)."""
         s, geometry = view.slots, self._geometry
-        rows = view.running[s.computed.take(view.running) >= s.entry.take(view.running)]
-        left = s.limit.take(rows) - s.tokens.take(rows) - s.sampling.take(rows)
+        rows = view.running[s.computed[view.running] >= s.entry[view.running]]
+        left = s.limit[rows] - s.tokens[rows] - s.sampling[rows]
         rows, left = rows[left > 0], left[left > 0]
-        tkv = geometry.tkv(s.computed.take(rows) + 1) if len(rows) else 0
+        tkv = geometry.tkv(s.computed[rows] + 1) if len(rows) else 0
         start = geometry.joining(tkv, tokens)
         longest = max(tkv - 1, start) + max(int(left.max(initial=0)), limit - tokens)
         if longest > view.limits.max_model_len:
@@ -174,5 +174,5 @@ def _after_prefill(view: SchedulerView) -> bool:
 def _reserved(view: SchedulerView) -> int:
     """Blocks that running requests do not hold yet and may need until their end (block reservation)."""
     rows, size = view.running, view.limits.block_size
-    needed = -(-(view.slots.limit.take(rows) - 1) // size)
-    return int(np.maximum(needed - view.slots.capacity.take(rows) // size, 0).sum())
+    needed = -(-(view.slots.limit[rows] - 1) // size)
+    return int(np.maximum(needed - view.slots.capacity[rows] // size, 0).sum())

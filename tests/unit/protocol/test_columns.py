@@ -11,8 +11,8 @@ def test_reductions_equal_those_of_numpy(size: int, kind: type) -> None:
     for column in (rng.integers(-1, 3, size), np.zeros(size), np.ones(size)):
         column = column.astype(kind)
         assert has_any(column) == column.any()
-        assert has_all(column) == column.all()
         if kind is np.bool_:
+            assert has_all(column) == column.all()
             assert indices(column).tolist() == np.flatnonzero(column).tolist()
         else:
             assert total(column) == column.sum()

@@ -13,7 +13,7 @@ _NONE = np.empty(0, np.int32)
 def test_a_repeated_result_is_refused_and_the_first_one_stays() -> None:
     queue = BatchQueue(2)
     for step_id in (1, 2):
-        queue.push(InflightStep(step_id, _NONE.astype(np.int64), *[_NONE] * 3, np.empty(0, np.bool_), _NONE))
+        queue.push(InflightStep(step_id, _NONE.astype(np.int64), *[_NONE] * 3, np.empty(0, np.bool_), _NONE, 0))
     older = ModelRunnerOutput(1, 1, b"", b"", b"", b"")
     first, second = (replace(older, step_id=2, token_ids=token) for token in (b"first", b"second"))
     assert queue.deliver(first)

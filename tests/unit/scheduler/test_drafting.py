@@ -61,7 +61,9 @@ def run(policy: Drafting, device: DeviceModel, steps: int = STEPS, seed: int = 0
     drawn, rows, took, tokens = DeviceDraws(device, steps, seed), device.rows, 0.0, 0
     chosen, trials, rests, flying, planned, now = [], [], [], [], 0, 1.0
     ones, slots, samples = np.ones(rows, np.int32), np.arange(rows), np.ones(rows, np.bool_)
-    columns = [(slots, ones, ones, ones + drafts, samples, drafts * ones) for drafts in range(MOST + 1)]
+    columns = [
+        (slots, ones, ones, ones + drafts, samples, drafts * ones, rows * (1 + drafts)) for drafts in range(MOST + 1)
+    ]
     for step_id, delay in enumerate(drawn.delays.tolist(), 1):
         proposes = policy.length(rows)
         chosen.append(proposes)
@@ -121,7 +123,7 @@ def test_a_step_of_a_rest_costs_two_calls() -> None:
     while not policy.rests or policy.is_trial:
         policy.length(8)
     ones, calls = np.ones(8, np.int32), list[str]()
-    columns = np.arange(8), ones, ones, ones, ones > 0, 0 * ones
+    columns = np.arange(8), ones, ones, ones, ones > 0, 0 * ones, 8
     step = InflightStep(LEARNS, *columns, 0, rests=True)
 
     def count(frame: object, event: str, what: object) -> None:

@@ -19,7 +19,9 @@ def released_prompt(enable_prefix_caching: bool) -> tuple[KVCacheManager, Reques
     slot = slots.assign(request, 64)
     kv.adopt(slot, [])
     rows = np.array([slot])
-    table = kv.grow(rows, kv.missing(rows, np.array([16], np.int32)))
+    missing = kv.missing(rows, np.array([16], np.int32))
+    assert missing is not None
+    table = kv.grow(rows, missing)
     kv.register(rows, np.array([16], np.int32))
     kv.release(slot)
     return kv, request, table

@@ -37,7 +37,7 @@ class RecordedCore:
         slots, ones = np.array([3, 0], np.int64), np.ones(2, np.int32)
         samples = np.array([False, True])
         step = InflightStep(
-            step_id, slots, ones, ones, np.array([5, 1], np.int32), samples, np.zeros(2, np.int32), 3, True
+            step_id, slots, ones, ones, np.array([5, 1], np.int32), samples, np.zeros(2, np.int32), 6, 3, True
         )
         plan = SchedulerOutput(epoch, step_id, b"", b"", b"", b"", b"", list(new))
         event = StepDispatched(
