@@ -58,6 +58,8 @@ class APIError(Exception):
     code: str | None = None
     retry_after: float = 0.0
     """Seconds after which the request may be served, for 429 and 503."""
+    anthropic_message: str = ""
+    """Message in Anthropic's dialect; "": `message`."""
     logged: str = ""
     """Message for the log and for traces, which never have text of a request; "": `message`, as it has none."""
 
@@ -82,7 +84,8 @@ class APIError(Exception):
 def anthropic_body(error: APIError, request_id: str) -> AnthropicErrorResponse:
     """Return the error in the form of Anthropic's API."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    message = error.anthropic_message or error.message
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def error_response(error: APIError, path: str, request_id: str) -> Response:
@@ -95,6 +98,12 @@ def error_response(error: APIError, path: str, request_id: str) -> Response:
 def invalid(message: str, param: str | None = None, logged: str = "") -> APIError:
     """`logged`: message for the log, if `message` quotes the request."""
     return APIError(400, message, param, logged=logged)
+
+
+def beyond_context(message: str, anthropic_message: str, param: str) -> APIError:
+    """Return the refusal of a request that the context cannot hold. Clients find it by OpenAI's code or Anthropic's
+    words, and shorten the request."""
+    return APIError(400, message, param, "context_length_exceeded", anthropic_message=anthropic_message)
 
 
 def internal_error() -> APIError:

@@ -1,6 +1,7 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's dialect."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,22 @@ def test_bad_field_is_refused_in_the_dialect(
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert next(iter(fields)) in error["error"]["message"]
     assert scheduler.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi " * 3000}]}, r"prompt is too long: \d+ tokens > 2047 maximum"),
+        ({"max_tokens": 4096}, r"input length and `max_tokens` exceed context limit: \d+ \+ 4096 > 2048, decrease .*"),
+    ],
+)
+def test_clients_know_by_anthropics_words_that_the_context_is_too_short(
+    frontend: Frontend, fields: dict[str, object], words: str
+) -> None:
+    response = frontend.post(PATH, body(**fields))
+    error = response.json()
+    assert (response.status_code, error["request_id"]) == (400, response.headers["request-id"])
+    assert re.fullmatch(words, error["error"]["message"])
 
 
 @pytest.mark.parametrize(
