@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NotRequired
 
 import msgspec
 from starlette.responses import Response
@@ -16,6 +16,8 @@ _TYPES = {
     504: "timeout_error",
 }
 _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error"}
+_ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
+"""By refused field. Without threads Anthropic's client sends the whole conversation with each request."""
 ANTHROPIC_PREFIX = "/v1/messages"
 """Path of the routes with Anthropic's dialect."""
 RETRY_AFTER = {"retry-after": "1"}
@@ -40,6 +42,7 @@ class ErrorResponse(TypedDict):
 class AnthropicError(TypedDict):
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
 
 
 class AnthropicErrorResponse(TypedDict):
@@ -84,8 +87,10 @@ class APIError(Exception):
 def anthropic_body(error: APIError, request_id: str) -> AnthropicErrorResponse:
     """Return the error in the form of Anthropic's API."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    message = error.anthropic_message or error.message
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    found: AnthropicError = {"type": kind, "message": error.anthropic_message or error.message}
+    if error.param in _ANTHROPIC_DETAILS:
+        found["details"] = _ANTHROPIC_DETAILS[error.param]
+    return {"type": "error", "error": found, "request_id": request_id}
 
 
 def error_response(error: APIError, path: str, request_id: str) -> Response:

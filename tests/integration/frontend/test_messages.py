@@ -237,6 +237,8 @@ BAD: list[dict[str, object]] = [
     {"container": "x"},
     {"mcp_servers": [{}]},
     {"context_management": {}},
+    {"thread": {"type": "create"}},
+    {"compaction": {"type": "summarize"}},
     {"output_config": {"format": {"type": "text"}}},
     {"output_format": FORMAT, "output_config": {"format": FORMAT}},
     {"output_config": {"format": FORMAT}, "ignore_eos": True},
@@ -256,6 +258,8 @@ def test_bad_field_is_refused_in_the_dialect(
     assert set(error) == {"type", "error", "request_id"}
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert next(iter(fields)) in error["error"]["message"]
+    details = error["error"].get("details", {})  # by which Anthropic's client knows that it must send all messages
+    assert (details.get("error_code") == "thread_unsupported_request") == ("thread" in fields)
     assert scheduler.requests == []
 
 
