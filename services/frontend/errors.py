@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NotRequired
 
 import msgspec
 from starlette.responses import Response
@@ -16,6 +16,8 @@ _TYPES = {
     504: "timeout_error",
 }
 _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 503: "overloaded_error"}
+_ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
+"""By refused field. Without threads Anthropic's client sends the whole conversation with each request."""
 ANTHROPIC_PREFIX = "/v1/messages"
 """Path of the routes with Anthropic's dialect."""
 RETRY_AFTER = {"retry-after": "1"}
@@ -40,6 +42,7 @@ class ErrorResponse(TypedDict):
 class AnthropicError(TypedDict):
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
 
 
 class AnthropicErrorResponse(TypedDict):
@@ -58,6 +61,8 @@ class APIError(Exception):
     code: str | None = None
     retry_after: float = 0.0
     """Seconds after which the request may be served, for 429 and 503."""
+    anthropic_message: str = ""
+    """Message in Anthropic's dialect; "": `message`."""
     logged: str = ""
     """Message for the log and for traces, which never have text of a request; "": `message`, as it has none."""
 
@@ -82,7 +87,10 @@ class APIError(Exception):
 def anthropic_body(error: APIError, request_id: str) -> AnthropicErrorResponse:
     """Return the error in the form of Anthropic's API."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    found: AnthropicError = {"type": kind, "message": error.anthropic_message or error.message}
+    if error.param in _ANTHROPIC_DETAILS:
+        found["details"] = _ANTHROPIC_DETAILS[error.param]
+    return {"type": "error", "error": found, "request_id": request_id}
 
 
 def error_response(error: APIError, path: str, request_id: str) -> Response:
@@ -95,6 +103,12 @@ def error_response(error: APIError, path: str, request_id: str) -> Response:
 def invalid(message: str, param: str | None = None, logged: str = "") -> APIError:
     """`logged`: message for the log, if `message` quotes the request."""
     return APIError(400, message, param, logged=logged)
+
+
+def beyond_context(message: str, anthropic_message: str, param: str) -> APIError:
+    """Return the refusal of a request that the context cannot hold. Clients find it by OpenAI's code or Anthropic's
+    words, and shorten the request."""
+    return APIError(400, message, param, "context_length_exceeded", anthropic_message=anthropic_message)
 
 
 def internal_error() -> APIError:

@@ -145,8 +145,8 @@ class TraceExporter:
     def _add_phases(self, below: Context, index: int, choice: EndedChoice, wall: Callable[[float], int]) -> None:
         for name, began, ended in phases(choice):
             attributes: dict[str, int] = {"runahead.choice": index}
-            if name == "prefill" and choice.end is not None:
-                attributes["runahead.cached_tokens"] = choice.end.num_cached_tokens
+            if name == "prefill" and choice.cached_tokens is not None:
+                attributes["runahead.cached_tokens"] = choice.cached_tokens
             if name == "decode" and choice.end is not None:
                 attributes["runahead.preemptions"] = choice.end.num_preemptions
                 attributes["runahead.draft_tokens"] = choice.end.num_draft_tokens

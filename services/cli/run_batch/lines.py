@@ -43,7 +43,7 @@ def parse(text: bytes, used: dict[str, int], number: int) -> BatchRequest | Batc
     url, body = content.get("url"), content.get("body")
     if content.get("method", "POST") != "POST":
         return BatchRefusal(name, "invalid_method", "the method must be POST")
-    if not isinstance(url, str) or url not in ROUTES:
+    if not isinstance(url, str) or (url := url.rstrip("/")) not in ROUTES:  # as the server reads it
         return BatchRefusal(name, "invalid_url", f"the url must be one of {', '.join(sorted(ROUTES))}")
     if not isinstance(body, dict):
         return BatchRefusal(name, "invalid_body", "the body must be an object")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from pydantic_core import from_json, to_json
 
 from services.frontend.anthropic.schemas import AnthropicUsage, MessageEnding, MessageHead, MessageResponse, StopReason
 from services.frontend.errors import APIError, anthropic_body
@@ -24,6 +25,14 @@ def stop_reason(chunk: Chunk, num_calls: int) -> MessageEnding:
         return {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop}
     is_call = chunk.finish == "stop" and num_calls > 0
     return {"stop_reason": "tool_use" if is_call else _STOP_REASONS[chunk.finish or "stop"], "stop_sequence": None}
+
+
+def complete_part(text: bytes) -> bytes:
+    """Return what is complete of an object that was cut off, as Anthropic's client reads it from a stream."""
+    try:
+        return to_json(from_json(text, allow_partial=True), inf_nan_mode="null")
+    except ValueError:  # such as half of a surrogate pair
+        return b"{}"
 
 
 def usage_json(usage: UsageCounter) -> AnthropicUsage:
@@ -49,7 +58,7 @@ class MessageEvents(ChoiceWriter):
     _usage: UsageCounter
     _request_id: str
     _blocks: list[JSON] = field(default_factory=list)
-    """Content blocks; `input` of a tool's is the text of its arguments."""
+    """Content blocks; `input` of a tool's is the text of its arguments, as not all of JSON can be decoded."""
     _is_open: bool = False
     """True if the last block may grow."""
     _ending: MessageEnding = field(default_factory=lambda: MessageEnding(stop_reason="end_turn", stop_sequence=None))
@@ -78,8 +87,8 @@ class MessageEvents(ChoiceWriter):
         self.chunk(chunk)
         calls = (block for block in self._blocks if block["type"] == "tool_use")
         for index, block in enumerate(calls):
-            text = block["input"] if index < self._parser.num_calls else "{}"  # it was cut off
-            block["input"] = msgspec.Raw(text.encode())  # as written: not all of JSON can be decoded
+            text = block["input"].encode()
+            block["input"] = msgspec.Raw(text if index < self._parser.num_calls else complete_part(text))
         return {**self._head, "content": self._blocks, **self._ending, "usage": usage_json(self._usage)}
 
     def closing(self) -> bytes:

@@ -128,6 +128,8 @@ class CountTokensRequest(BaseRequest):
     not_served: ClassVar[Neutral] = {
         "container": (),
         "mcp_servers": ([],),
+        "thread": (),
+        "compaction": (),
         "context_management": ({"edits": []}, _KEEP_ALL),
     }
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]

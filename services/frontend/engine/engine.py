@@ -268,7 +268,8 @@ class ConnectedEngine(Availability):
             return
         ledger = self._ledger
         for number, count in message.cached.items():
-            if (stream := ledger.streams.get(number)) is not None:
+            stream = ledger.streams.get(number)
+            if stream is not None and stream.num_cached is None:  # the first engine's: the next one fetches its blocks
                 stream.num_cached = count
         ledger.deliver(rows.numbers.tolist(), rows.indices.tolist(), rows.token_ids.tolist())
         for embedding in message.embeddings:

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.config import HttpConfig
-from services.frontend.errors import APIError, error_response
+from services.frontend.errors import ANTHROPIC_PREFIX, APIError, error_response
 
 log = logging.getLogger("runahead.frontend")
 
@@ -75,6 +75,8 @@ class Guards:
                 self._on_response(scope, message["status"])
                 names = scope["state"].get("ignored_parameters")
                 extra = [(b"x-request-id", request_id)]
+                if scope["path"].startswith(ANTHROPIC_PREFIX):
+                    extra.append((b"request-id", request_id))  # Anthropic's client reads it
                 if names:
                     extra.append((IGNORED_HEADER, ", ".join(names).encode()))
                 if is_crowded or has_two_lengths:
@@ -161,7 +163,7 @@ class Guards:
         return bounded
 
 
-EXPOSED = ["x-request-id", "retry-after", IGNORED_HEADER.decode()]
+EXPOSED = ["x-request-id", "request-id", "retry-after", IGNORED_HEADER.decode()]
 """Headers of responses that pages may read."""
 
 

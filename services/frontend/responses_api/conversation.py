@@ -21,6 +21,15 @@ def input_items(body: schemas.ResponsesRequest) -> list[schemas.Item]:
     return body.input
 
 
+def with_parts(item: JSON) -> JSON:
+    """Return an item of the input as it is listed: the content of a message is a list."""
+    if not isinstance(text := item.get("content"), str):
+        return item
+    if item["role"] == "assistant":
+        return {**item, "content": [{"type": "output_text", "text": text, "annotations": []}]}
+    return {**item, "content": [{"type": "input_text", "text": text}]}
+
+
 def chat_request(body: schemas.ResponsesRequest, history: Sequence[schemas.Item]) -> ChatRequest:
     """Return the chat body with the same meaning.
 

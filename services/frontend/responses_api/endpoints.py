@@ -31,7 +31,7 @@ from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handle
 from services.frontend.responses_api import responses
 from services.frontend.responses_api.answers import ResponseEvents, head_json
 from services.frontend.responses_api.background import OwnRun, Run
-from services.frontend.responses_api.conversation import chat_request, input_items
+from services.frontend.responses_api.conversation import chat_request, input_items, with_parts
 from services.frontend.responses_api.files import Orphan, ResponseFiles, Stored, conversation_of, run_of
 from services.frontend.responses_api.items import new_id
 from services.frontend.responses_api.response_file import Origin, StoredHead
@@ -97,7 +97,7 @@ async def list_input_items(
 ) -> responses.InputItemList:
     """The latest item is first, unless `order` is asc; the items behind the one with the id `after`."""
     items = _found(http, context, id).head.given()
-    written = [item.model_dump(mode="json", exclude_none=True) for item in items]
+    written = [with_parts(item.model_dump(mode="json", exclude_none=True)) for item in items]
     data = [{**item, "id": f"{id}_{number}"} for number, item in enumerate(written)]
     if order == "desc":
         data.reverse()

@@ -1,11 +1,13 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's dialect."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from pydantic_core import from_json
 
 from protocol.codec import unpack
 from protocol.requests import FinishReason
@@ -75,7 +77,7 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
     assert [event["type"] for event in others[-2:]] == ["message_delta", "message_stop"]
     for block in blocks:
         if block["type"] == "tool_use":
-            block["input"] = json.loads(block["input"])
+            block["input"] = from_json(block["input"] or "{}", allow_partial=True)
     return message
 
 
@@ -141,10 +143,11 @@ def test_required_tool_is_called(
     assert answer["stop_reason"] == "tool_use"
     structured = scheduler.request().structured
     assert structured.kind is GrammarKind.JSON
-    scheduler.script(answering(said[: said.index("1")], reason=FinishReason.LENGTH))
-    if not stream:  # the client gets what has arrived
+    opening = said.partition('{"a": 1}')[0]
+    for arguments, arrived in (("{", {}), ('{"a": 1, "b": [true, {"c": "d', {"a": 1, "b": [True, {}]})):
+        scheduler.script(answering(opening + arguments, reason=FinishReason.LENGTH))
         answer = answer_of(frontend, stream, tools=[TOOL], tool_choice=choice)
-        assert [(block["name"], block["input"]) for block in answer["content"]] == [("add", {})]
+        assert [(block["name"], block["input"]) for block in answer["content"]] == [("add", arrived)]
         assert answer["stop_reason"] == "max_tokens"
 
 
@@ -234,6 +237,8 @@ BAD: list[dict[str, object]] = [
     {"container": "x"},
     {"mcp_servers": [{}]},
     {"context_management": {}},
+    {"thread": {"type": "create"}},
+    {"compaction": {"type": "summarize"}},
     {"output_config": {"format": {"type": "text"}}},
     {"output_format": FORMAT, "output_config": {"format": FORMAT}},
     {"output_config": {"format": FORMAT}, "ignore_eos": True},
@@ -253,7 +258,25 @@ def test_bad_field_is_refused_in_the_dialect(
     assert set(error) == {"type", "error", "request_id"}
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     assert next(iter(fields)) in error["error"]["message"]
+    details = error["error"].get("details", {})  # by which Anthropic's client knows that it must send all messages
+    assert (details.get("error_code") == "thread_unsupported_request") == ("thread" in fields)
     assert scheduler.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi " * 3000}]}, r"prompt is too long: \d+ tokens > 2047 maximum"),
+        ({"max_tokens": 4096}, r"input length and `max_tokens` exceed context limit: \d+ \+ 4096 > 2048, decrease .*"),
+    ],
+)
+def test_clients_know_by_anthropics_words_that_the_context_is_too_short(
+    frontend: Frontend, fields: dict[str, object], words: str
+) -> None:
+    response = frontend.post(PATH, body(**fields))
+    error = response.json()
+    assert (response.status_code, error["request_id"]) == (400, response.headers["request-id"])
+    assert re.fullmatch(words, error["error"]["message"])
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,7 @@ def test_stored_response_is_continued(frontend: Frontend, scheduler: ScriptedSch
     assert responses.retrieve(third.id).output_text == "Hello"
     (item,) = responses.input_items.list(third.id).data
     assert item.type == "message"
+    assert item.content[0].to_dict() == {"type": "input_text", "text": "Why?"}
     responses.delete(third.id)
     with pytest.raises(openai.NotFoundError):
         responses.retrieve(third.id)
@@ -193,11 +194,11 @@ def test_pages_of_input_items(frontend: Frontend, scheduler: ScriptedScheduler) 
     items: Any = [{"type": "message", "role": "user", "content": text, "id": "m"} for text in texts]
     id, input_items = answer_of(frontend, False, input=items).id, frontend.client().responses.input_items
     page: Any = input_items.list(id)
-    assert [item.content for item in page.data] == texts[:-21:-1]
-    assert [item.content for item in page] == texts[::-1]
+    assert [item.content[0].text for item in page.data] == texts[:-21:-1]
+    assert [item.content[0].text for item in page] == texts[::-1]
     oldest: Any = input_items.list(id, order="asc", limit=7)
-    assert [item.content for item in oldest.data] == texts[:7]
-    assert [item.content for item in oldest] == texts
+    assert [item.content[0].text for item in oldest.data] == texts[:7]
+    assert [item.content[0].text for item in oldest] == texts
     with pytest.raises(openai.BadRequestError, match="no such item"):
         input_items.list(id, after="m")
 

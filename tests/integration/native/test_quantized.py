@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -125,11 +126,20 @@ def test_the_performance_mode_chooses_the_products_of_quantised_weights(monkeypa
     assert chosen == [True, False]
 
 
-def test_ranks_agree_on_settings_that_change_sums() -> None:
+def test_ranks_agree_on_settings_that_change_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(**settings: Any) -> str:
+        return NativeRunner(WorkerConfig(model=str(DEMO_MODEL), **settings)).identify().model_hash
+
     settings = [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"batch_invariant": True}]
-    settings.append({"performance_mode": "throughput"})
-    hashes = {NativeRunner(WorkerConfig(model=str(DEMO_MODEL), **some)).identify().model_hash for some in settings}  # type: ignore[arg-type]
-    assert len(hashes) == len(settings)
+    assert len({digest(**some) for some in settings}) == len(settings)
+    for features in (frozenset({TILES}), frozenset[str]()):
+        monkeypatch.setattr(selection, "processor_features", lambda found=features: found)
+        for weights in ("none", "int8"):
+            modes = {
+                digest(dtype="bfloat16", quantization=weights, performance_mode=mode)
+                for mode in ("balanced", "interactivity", "throughput")
+            }
+            assert len(modes) == 1 + (weights == "int8" and TILES in features), "only AMX has two products for int8"
 
 
 def test_cuts_through_a_group_are_refused_with_the_sizes_that_work() -> None:

@@ -167,6 +167,12 @@ def test_line_that_cannot_be_sent(text: str, code: str) -> None:
     assert refusal.code == code
 
 
+def test_slash_at_the_end_of_a_route_is_left_out() -> None:
+    found = parse(line("a", url="/v1/completions/").encode(), {}, 1)
+    assert isinstance(found, BatchRequest)
+    assert found.url == "/v1/completions"
+
+
 def test_every_route_of_a_batch_is_served() -> None:
     from services.cli.run_batch.lines import ROUTES
     from services.config import FrontendConfig

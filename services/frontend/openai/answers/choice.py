@@ -191,7 +191,9 @@ class Choice(RequestStream):
         stop_string = self._assembler.stop_string
         if stop_string is not None:  # perhaps found in the text that was held back
             reason = "stop"
-        cached = self.num_cached if end is None else end.num_cached_tokens
+        cached = self.num_cached
+        if cached is None and end is not None:
+            cached = end.num_cached_tokens
         if self.is_first and cached is not None:
             self._context.usage.cached.append(cached)
         self._finish = self._chunk.finish = reason

@@ -9,7 +9,7 @@ from typing import Any
 from protocol.codec import pack
 from protocol.sampling import MAX_BAD_WORD_TOKENS, MAX_BIAS, BadWords, SamplingParams
 from services.checkpoint import CheckpointError, named_eos, read_json
-from services.frontend.errors import APIError, invalid
+from services.frontend.errors import APIError, beyond_context, invalid
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 
 COMPLETION_MAX_TOKENS = 16
@@ -181,9 +181,11 @@ def _max_tokens(body: CompletionRequest | ChatRequest, prompt_tokens: int, max_m
     if given is None:
         return room if is_chat else min(room, COMPLETION_MAX_TOKENS)
     if given > room:
-        raise invalid(
+        raise beyond_context(
             f"This model's maximum context length is {max_model_len} tokens, but the request asks for {given} "
             f"output tokens after a prompt of {prompt_tokens}; at most {room} are possible",
+            f"input length and `max_tokens` exceed context limit: {prompt_tokens} + {given} > {max_model_len}, "
+            "decrease input length or `max_tokens` and try again",
             name,
         )
     return given
@@ -192,8 +194,9 @@ def _max_tokens(body: CompletionRequest | ChatRequest, prompt_tokens: int, max_m
 def too_long(
     prompt_tokens: int, max_model_len: int, param: str, at_least: bool = False, generates: bool = True
 ) -> APIError:
-    return invalid(
+    return beyond_context(
         f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
         f"{'at least ' if at_least else ''}{prompt_tokens}; shorten it to {max_model_len - generates} or fewer",
+        f"prompt is too long: {prompt_tokens} tokens > {max_model_len - generates} maximum",
         param,
     )

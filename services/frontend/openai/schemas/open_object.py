@@ -80,6 +80,7 @@ HINTS: Mapping[str, str] = {
     "function_call": "use tool_choice",
     "logits_processors": "requests bring no code: use logit_bias, bad_words or allowed_token_ids",
     "chat_template": "start with --chat-template",
+    "thread": "send the whole conversation with each request",
 }
 """Replacements for parameters that are not supported."""
 NEUTRAL_IN_MESSAGE: Neutral = {"function_call": (), "audio": (), "annotations": ([],)}

@@ -82,7 +82,7 @@ class KeptModel:
             if single:
                 sizes, stages = (1,), 1
             self._identity = Identity(
-                model_hash=self._digest(path, open_checkpoint(path)),
+                model_hash=self._digest(path, config, open_checkpoint(path)),
                 dtype=str(_dtype(self._config, config)).removeprefix("torch."),
                 tensor_parallel_sizes=sizes,
                 max_pipeline_parallel_size=stages,
@@ -106,9 +106,10 @@ class KeptModel:
     def _read(self, shard: Shard, progress: Progress) -> tuple[Model, Contents]:
         path = checkpoint_path(self._config)
         config, checkpoint = ModelConfig.from_checkpoint(path), open_checkpoint(path)
-        if self._digest(path, checkpoint) != self.identify().model_hash:
+        if self._digest(path, config, checkpoint) != self.identify().model_hash:
             raise LoadError(f"the files of {path} have changed; start this worker again")
-        choice = self._choose_kernels(config, checkpoint)
+        choice = self._choose_kernels(config, checkpoint, self._config.performance_mode)
+        log.info("%s", choice.describe(selection.device_features(self._device)))
         file, packed, source = self._file_of(path, shard, choice), PackedWeights(), source_identity(path)
         if file is not None:
             packed = file.read(progress)
@@ -125,16 +126,13 @@ class KeptModel:
         log.info("weights: %.1f MiB in %s", model.num_bytes / 2**20, model.weight_types)
         return model, hashed.contents
 
-    def _choose_kernels(self, model: ModelConfig, checkpoint: Checkpoint) -> KernelChoice:
+    def _choose_kernels(self, model: ModelConfig, checkpoint: Checkpoint, mode: str) -> KernelChoice:
         c, quantization = self._config, self._quantization
         quantized = quantization != "none" and (quantization is not None or has_blocks(checkpoint, model))
-        features = selection.device_features(self._device)
-        choice = selection.choose(
-            *(c.kernels, self._device, _dtype(c, model), features),
-            *(quantized, c.batch_invariant, c.enforce_eager, c.performance_mode != "throughput"),
+        return selection.choose(
+            *(c.kernels, self._device, _dtype(c, model), selection.device_features(self._device)),
+            *(quantized, c.batch_invariant, c.enforce_eager, mode != "throughput"),
         )
-        log.info("%s", choice.describe(features))
-        return choice
 
     def drafter(self, assignment: Assignment, model: Model, limit: int) -> Drafter | None:
         """Return the drafter: that of an earlier epoch with the same model, else read now."""
@@ -211,12 +209,14 @@ class KeptModel:
         """Inputs that must not be cut."""
         return inputs_kept_together(self._quantization)
 
-    def _digest(self, path: Path, checkpoint: Checkpoint) -> str:
+    def _digest(self, path: Path, model: ModelConfig, checkpoint: Checkpoint) -> str:
         """Return the digest of the model and of settings that change its values: all ranks have the same."""
         c = self._config
         settings = [c.quantization] if c.quantization is not None else []
         settings += ["batch-invariant"] if c.batch_invariant else []
-        settings += ["throughput"] if c.performance_mode == "throughput" else []
+        if c.performance_mode == "throughput":  # on many devices, and without quantised weights, it changes nothing
+            chosen, other = (self._choose_kernels(model, checkpoint, mode) for mode in ("throughput", "balanced"))
+            settings += ["throughput"] if chosen != other else []
         return model_digest(path, checkpoint, settings)
 
 

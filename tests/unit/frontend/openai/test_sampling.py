@@ -90,6 +90,7 @@ def test_value_out_of_range_is_refused_with_its_numbers(body: dict[str, object],
     assert refused.value.status == 400
     assert all(word in refused.value.message for word in words)
     assert refused.value.param in {*body, "prompt"}
+    assert (refused.value.code == "context_length_exceeded") == ("context" in refused.value.message)
 
 
 @pytest.mark.parametrize("bias", [1, "x"])
