@@ -23,6 +23,7 @@ from protocol.membership import Pong, WorkerMessage
 from protocol.records import Subscribe
 from protocol.requests import (
     AbortRequest,
+    CacheAction,
     ClientMessage,
     ControlCache,
     EnginePhase,
@@ -121,6 +122,9 @@ class Service:
         self._reported: GroupStatus | None = None
         self._next_sign = self._next_gauges = self._next_check = 0.0
         self._was_busy = False
+        self._reset_step = 0
+        """The first step after a reset of the prefix cache, until its result shows that all ranks have read the reset:
+        blocks of ranks that were lost before are not adopted. 0: they have."""
         self._subscriptions = Subscriptions(config.step_trace)
         self._cached_blocks = CachedBlockReports()
         self._listeners: tuple[CoreListener, ...] = (*make_listeners(config, incarnation), self._subscriptions)
@@ -220,12 +224,14 @@ class Service:
                 self._subscriptions.set(client, steps)
                 self._cached_blocks.set(client, cached_blocks)
             case ResetPrefixCache(number=number, reset_running=running):
-                done = self.engine is not None and self.engine.prefix_cache.reset(running)
+                done = self.engine is not None and self._reset_prefix_cache(self.engine, running)
                 log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
                 self.frontends.send_if_connected(client, ResetDone(number, done))
             case ControlCache():
                 started = self._started if self._ranks else None
                 answer = self._cache_control.handle(client, message, self.engine, started)
+                if message.action is CacheAction.DROP:
+                    self.group.on_drop()
                 if answer is not None:
                     self.frontends.send_if_connected(client, answer)
             case GenerateRequest(incarnation=other) | AbortRequest(incarnation=other) if other not in (
@@ -285,6 +291,8 @@ class Service:
         if result.epoch == self.group.epoch:
             self._subscriptions.add_times(worker, result, self.workers.clock_offset)
             self._worker_seconds.add(result.times)
+            if result.step_id >= self._reset_step:
+                self._reset_step = 0
         try:
             self.engine.on_result(result)
         except UnknownResult as error:  # worker and scheduler disagree about the batch
@@ -373,6 +381,14 @@ class Service:
             engine.prefix_cache.adopt(started.held)
             pool = engine.epoch.kv.pool
             log.info("%d of %d KV blocks are adopted", len(pool.cached), pool.num_blocks)
+            if self._reset_step:
+                self._reset_prefix_cache(engine)
+
+    def _reset_prefix_cache(self, engine: EngineCore, running: bool = False) -> bool:
+        """See `PrefixCacheControl.reset`."""
+        self._reset_step = engine.epoch.next_step
+        self.group.on_drop()
+        return engine.prefix_cache.reset(running)
 
     def _build_engine(self, started: Started, policy: BatchingPolicy) -> EngineCore:
         vocab_size, hidden_size = started.loaded.vocab_size, started.loaded.hidden_size

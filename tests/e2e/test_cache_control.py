@@ -172,3 +172,14 @@ def test_a_recorded_server_refuses_pins(tmp_path: Path) -> None:
     with serving(*SIM, "--enable-admin-routes", "--record", str(tmp_path)) as server:
         assert refusal(server, action="pin", prompt=TOKENS)[0] == 409
         assert control(server, action="list")["pins"] == []
+
+
+def test_a_reset_while_the_worker_is_lost_holds_for_the_next_one() -> None:
+    with serving(*SIM, "--enable-admin-routes") as server:
+        cached(server, TOKENS)
+        server.services["worker"].kill()
+        server.wait_readyz(False)
+        assert post(server, "/reset_prefix_cache", "none").json() == {"success": True}
+        server.wait_readyz()
+        assert cached(server, TOKENS) == 0
+        assert cached(server, TOKENS) == PREFIX

@@ -48,6 +48,8 @@ class Epoch:
         """The registration of rank 0 of the first epoch; the frontends' tokenizer belongs to its model."""
         self._adopted: dict[int, bytes] = {}
         """Blocks that the current epoch begins with, by their names, in the order in which they became whole."""
+        self._dropped_in = 0
+        """The last epoch in which names of blocks were dropped; 0: none were."""
 
     def shrink(self, failed: StepSize) -> str | None:
         """Let the steps of all later epochs have at most half of a step that ran out of memory: half of its rows if it
@@ -66,6 +68,11 @@ class Epoch:
         self._config = c.model_copy(update={setting: most})
         self.has_shrunk = True
         return f"{most} {unit}"
+
+    def on_drop(self) -> None:
+        """Names of blocks were dropped. Only the ranks drop theirs, so those of a worker that was a spare since are not
+        adopted (dropped block)."""
+        self._dropped_in = self.id
 
     def begin(self, size: GroupSize, now: float) -> list[Action]:
         """Make ranks of spares: send each its assignment."""
@@ -101,7 +108,11 @@ class Epoch:
         limits, ranks = self.limits(), self._roster.ranks
         for member in ranks:
             self._roster.apply(member.peer, MemberEvent.INITIALIZE, now)
-        self._adopted, canary = common_blocks([loaded.held for loaded in self._loaded()], limits.num_blocks)
+        held = [
+            None if 0 < member.register.epoch < self._dropped_in else loaded.held
+            for member, loaded in zip(ranks, self._loaded(), strict=True)
+        ]
+        self._adopted, canary = common_blocks(held, limits.num_blocks)
         whole_steps = not limits.leaves_rows_out
         message = InitializeCache(limits.num_blocks, limits.max_model_len, self.id, canary, whole_steps)
         return [Send(member.peer, message) for member in ranks]

@@ -201,6 +201,10 @@ class WorkerGroup:
             self._watch.on_result(step_id, now)
             self.losses.on_useful(epoch)
 
+    def on_drop(self) -> None:
+        """Blocks of the prefix cache lose their names."""
+        self._epoch.on_drop()
+
     def on_sign_of_life(self) -> int:
         """Return the number of the sign of life that is sent to every worker now."""
         self._sign += 1

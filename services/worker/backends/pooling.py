@@ -36,6 +36,8 @@ class PooledRows:
     """[num_slots, hidden]: sums over the tokens of every slot, shared by all steps"""
     embeddings: Array
     """[completed, hidden] on the device: of each row that completes one, after `take`"""
+    in_order: bool
+    """See `Pooler`."""
 
     def take(self, states: Array) -> None:
         """Add [tokens, hidden], the states of `tokens`."""
@@ -47,7 +49,8 @@ class PooledRows:
                 total = self.sums[int(self.slots[row])]
                 if self.begins[row]:
                     total[:] = 0
-                total += part.sum(0)
+                for state in part if self.in_order else (part.sum(0),):
+                    total += state
                 value = total / int(self.ends[row])
             if self.samples[row]:
                 next(completed)[:] = value
@@ -63,10 +66,14 @@ class Pooler:
 
     Args:
         zeros: returns an array of this shape where the hidden states are.
+        in_order: add states one by one, so that an average has the same bits in chunks of any size (batch invariance,
+            docs/invariants.md).
     """
 
-    def __init__(self, num_slots: int, hidden_size: int, zeros: Callable[[int, int], Array]) -> None:
-        self._hidden_size, self._zeros = hidden_size, zeros
+    def __init__(
+        self, num_slots: int, hidden_size: int, zeros: Callable[[int, int], Array], in_order: bool = False
+    ) -> None:
+        self._hidden_size, self._zeros, self._in_order = hidden_size, zeros, in_order
         self._sums = zeros(num_slots, hidden_size)
         self._summed = np.zeros(num_slots, np.int32)
         """Positions in the sum of each slot."""
@@ -104,4 +111,5 @@ class Pooler:
             samples=rows.samples[wanted],
             sums=self._sums,
             embeddings=self._zeros(completed, self._hidden_size),
+            in_order=self._in_order,
         )

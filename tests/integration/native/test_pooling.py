@@ -52,6 +52,9 @@ def test_chunks_beside_generation_change_neither(llama: Family, chunk: int, dept
     driver.generate(beside, 40, chunk, depth)
     assert [request.output for request in beside] == [request.output for request in tokens]
     assert_right(llama, *pooled)
+    whole = [alone.add(request.prompt, ONE, pooling=request.pooling) for request in pooled]
+    alone.generate(whole, 1)
+    assert [request.embedding for request in pooled] == [request.embedding for request in whole]
 
 
 def test_mean_begins_anew_in_its_next_slot_after_a_preemption(llama: Family) -> None:

@@ -820,6 +820,22 @@ def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
     assert started.held == held(b4="p", b0="q"), "in the order of rank 0, and none beyond the cache"
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_blocks_of_a_worker_that_was_a_spare_since_a_drop_are_not_adopted(drops: bool) -> None:
+    g = serving("a")
+    g.lose("a", 1.0)
+    g.serve("b", at=1.0)
+    g.register("a", epoch=1)
+    if drops:
+        g.on_drop()
+    g.lose("b", 2.0)
+    held = NamedBlocks.from_lists([0], [b"p" * NAME_BYTES])
+    g.send("a", msgspec.structs.replace(LOADED, epoch=g.epoch, held=held))
+    *_, started = g.send("a", Ready(g.epoch))
+    assert isinstance(started, Started)
+    assert started.held == (None if drops else held)
+
+
 @pytest.mark.parametrize("epochs", [(7, 8), (8, 7), (None, 8), (8, None)])
 def test_the_latest_pins_go_on(epochs: tuple[int | None, int | None]) -> None:
     """A worker that was a spare in the last epoch has those of the epoch before."""

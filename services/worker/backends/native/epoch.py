@@ -78,7 +78,8 @@ class NativeEpoch:
         """Used by the stages that embed tokens and that sample them."""
         self._feedback = TokenFeedback(slots, ranks.pipeline.size)
         self._sampler = Sampler(self.columns, self.history, vocab_size, model.kernels)
-        self._pooler = Pooler(slots, model.part.whole.hidden_size, partial(torch.zeros, device=device.where))
+        zeros = partial(torch.zeros, device=device.where)
+        self._pooler = Pooler(slots, model.part.whole.hidden_size, zeros, in_order=device.is_host)
         self._reads = drafter.reads if drafter is not None else ()
         self.proposer = (
             drafter.start(DrafterSlots(self.columns, self.history, num_blocks, allocate))
