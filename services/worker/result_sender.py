@@ -185,8 +185,8 @@ class ResultSender:
 
     def leave(self, is_dismissed: bool = False) -> None:
         """Report no step any more that ends without a result: the end of the wait for its masks would reach the
-        scheduler as the loss of other ranks, before the fault behind it. Unless the scheduler has dismissed this worker,
-        it is told at once of a signal."""
+        scheduler as the loss of other ranks, before the fault behind it. A signal is reported at once,
+        unless the scheduler has dismissed this worker."""
         self._leaves = True
         if self.is_stopped and not is_dismissed and self._heartbeats.is_alive() and not self.failed.is_set():
             self._beat()

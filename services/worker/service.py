@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import zmq
 
@@ -214,7 +213,7 @@ def hide_exits() -> None:
     """Print nothing for a SystemExit that `Worker.leave` raises in a finaliser or in a callback of the compiler. Python
     drops the exception, and the worker's loop ends because of its flag. Nor for the OSError, of no object, with which
     Python reports a signal that arrived while its handler was replaced: the worker had left already."""
-    other = sys.unraisablehook  # that of kernels, if they are imported already
+    other = sys.unraisablehook  # that of kernels, if there are any already
 
     def show(unraisable: "sys.UnraisableHookArgs") -> None:
         is_late_signal = unraisable.exc_type is OSError and unraisable.object is None
@@ -224,15 +223,9 @@ def hide_exits() -> None:
     sys.unraisablehook = show
 
 
-def _leave(_: int, __: FrameType | None) -> None:
-    raise SystemExit(0)
-
-
 def run(config: WorkerConfig) -> int:
     """Run one worker process. Return its exit status, as `run_worker` does."""
     hide_exits()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
     start_log.debug("importing the %s backend", config.backend)
     try:
         with collection_paused():
