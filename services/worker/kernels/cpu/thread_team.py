@@ -90,9 +90,9 @@ def compiled(body: Callable[[int], None]) -> Any:
 
 
 _last_failure: BaseException | None = None
-"""Last error that a kernel has raised. A C function cannot raise: numba passes its errors to the hook, on the thread that
-ran it, and its caller continues with wrong results. Helpers run kernels of any caller, so an error fails all kernels
-that run meanwhile."""
+"""Last error that a kernel has raised. A C function cannot raise: numba passes its errors to the hook, on the thread
+that ran it, and its caller continues with wrong results. Helpers run kernels of any caller, so an error fails all
+kernels that run meanwhile."""
 
 
 def collect_failures() -> None:
