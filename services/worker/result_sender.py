@@ -117,7 +117,7 @@ class ResultSender:
         computes. Like `_in_step`, and that thread may wait for other ranks."""
         self._ended_epoch = 0
         """The last epoch whose end was received on this connection."""
-        self._dismissed = False
+        self.is_dismissed = False
         """True after a shutdown was received: the scheduler closes the connection next, and that is not a loss."""
         self._group: Decoder[GroupMessage] = Decoder(GroupMessage)
         self.is_stopped = False
@@ -296,7 +296,7 @@ class ResultSender:
             self._on_lost(error)
 
     def _on_lost(self, error: PeerGone | PeerSlow | HandshakeRefused) -> None:
-        if not self._dismissed:
+        if not self.is_dismissed:
             self.lost = error
             self.failed.set()
 
@@ -312,7 +312,7 @@ class ResultSender:
         reported = False
         while not self._closing.wait(CONTROL_INTERVAL):
             self._alarm.set()
-            if not self.failed.is_set() and not self._dismissed:
+            if not self.failed.is_set() and not self.is_dismissed:
                 if time.monotonic() >= next_beat or reported != self.is_stopped:
                     next_beat, reported = time.monotonic() + HEARTBEAT_INTERVAL, self.is_stopped
                     self._beat(self._measure_work())
@@ -360,7 +360,7 @@ class ResultSender:
         aborted too.
         """
         with self._state:
-            is_over = self.failed.is_set() or self._dismissed or self._epoch_has_ended
+            is_over = self.failed.is_set() or self.is_dismissed or self._epoch_has_ended
             if (self._waits_for_ranks or self._computing) and is_over:
                 self._abort()
                 return True
@@ -387,7 +387,7 @@ class ResultSender:
                     self._answers = max(self._answers, message.number)
                 if isinstance(message, EndEpoch):
                     self._ended_epoch = message.epoch
-                self._dismissed |= isinstance(message, Shutdown)
+                self.is_dismissed |= isinstance(message, Shutdown)
         except (PeerGone, HandshakeRefused) as error:
             self._on_lost(error)
 

@@ -166,7 +166,8 @@ class Worker:
         try:
             yield
         except RanksLost as error:  # this worker is healthy; the scheduler ends the epoch
-            log.warning("other ranks are lost: %s", error)
+            if not (self._link.results.is_dismissed or self._link.results.is_stopped):  # else all ranks leave
+                log.warning("other ranks are lost: %s", error)
             self._session.ranks_lost()
             self._link.client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT]))
         except OutOfMemory as error:  # the scheduler ends the epoch, and forms smaller steps in the next one
