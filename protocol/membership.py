@@ -206,6 +206,8 @@ class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="heartbeat"):
     """While it loads: seconds of processor time that its processes have used so far; 0.0: not measured."""
     answers: Count = 0
     """Last `Ping.number` that has arrived on this connection; 0: none yet."""
+    is_stopped: bool = False
+    """A signal has stopped this rank. It serves until the scheduler, which may be stopped as well, sends `Shutdown`."""
 
 
 class LoadFailed(msgspec.Struct, array_like=True, frozen=True, tag="load_failed"):

@@ -155,7 +155,11 @@ def prepare_path(path: Path) -> None:
 
     Raises: OSError, also if a service listens on the path, or it is a file: libzmq would replace either.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{path.parent} is no directory and cannot be made one ({error.strerror}); give a path elsewhere"
+        raise OSError(error.errno, f"cannot bind ipc://{path}: {why}") from None
     if path.exists() and not path.is_socket():
         raise OSError(errno.EEXIST, f"cannot bind ipc://{path}: it is no socket; give a path that is free")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -22,7 +22,7 @@ def kv_keeper(config: KeeperConfig) -> int:
         except AttributeError:
             raise ConfigurationError("kv-keeper needs Linux: this system has no shared memory without a name") from None
         except OSError as error:
-            raise ConfigurationError(f"{config.path}: {error.strerror or error}") from None
+            raise ConfigurationError(f"no socket can be made at {config.path}: {error.strerror or error}") from None
         print(f"Keeping KV memory for workers with --kv-keeper {config.path}", flush=True)
         keeper.run(stop)
     return 0

@@ -26,6 +26,8 @@ def start(config: ServiceConfig) -> int:
     An error that the user can correct is logged as one line. Any other error is a bug and is logged with its traceback,
     also on another thread: without that thread the process would serve on, and requests would wait for it.
     """
+    for number in (signal.SIGTERM, signal.SIGINT):  # a container's first process ignores one that has no handler
+        signal.signal(number, lambda *_: os._exit(0))
     logs.configure(config.log_level, config.log_format)
     threading.excepthook = _end_process
     try:

@@ -194,9 +194,12 @@ class Service:
         until_sign = math.ceil(1000 * max(0.0, self._next_sign - time.monotonic()))
         return min(200 if self.group.settling else 1000, until_sign)
 
+    @property
+    def _is_idle(self) -> bool:
+        return self.engine is None or not (self.engine.requests or self.engine.queue)
+
     def _finished(self) -> bool:
-        idle = self.engine is None or not (self.engine.requests or self.engine.queue)
-        return self._stop_now or self.group.failed or (self._draining and idle)
+        return self._stop_now or self.group.failed or (self._draining and (self._is_idle or self.group.is_stopped))
 
     def _on_signal(self, wakeup: socket.socket) -> None:
         wakeup.recv(64)
@@ -323,6 +326,9 @@ class Service:
             self._next_check = now + CHECK_INTERVAL
             self.group.check(now)
             self._act()
+        if not self._draining:
+            self.group.release_stopped(now, self._is_idle)
+            self._act()
 
     def _act(self) -> None:
         """Carry out the group's actions."""
@@ -335,7 +341,8 @@ class Service:
                 case Started():
                     self._start(action)
                 case Ended(epoch, reason, is_fault):
-                    log.warning("epoch %d has ended: %s", number_of(epoch), reason)
+                    level = logging.WARNING if is_fault else logging.INFO
+                    log.log(level, "epoch %d has ended: %s", number_of(epoch), reason)
                     self._ranks = []
                     self._loads.clear()
                     self._tiers.end_epoch()
@@ -496,7 +503,7 @@ class Service:
     def _status(self) -> GroupStatus:
         """Return the status of the group, or of the drain; a change is sent to all frontends at once."""
         status = self.group.status
-        if self._draining and status.phase is EnginePhase.READY:
+        if self._draining and (status.phase is EnginePhase.READY or self.group.is_stopped):
             return status._replace(phase=EnginePhase.DRAINING)
         return status
 

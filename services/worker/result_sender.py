@@ -117,9 +117,11 @@ class ResultSender:
         computes. Like `_in_step`, and that thread may wait for other ranks."""
         self._ended_epoch = 0
         """The last epoch whose end was received on this connection."""
-        self._dismissed = False
+        self.is_dismissed = False
         """True after a shutdown was received: the scheduler closes the connection next, and that is not a loss."""
         self._group: Decoder[GroupMessage] = Decoder(GroupMessage)
+        self.is_stopped = False
+        """A signal has stopped the worker. Heartbeats report it, and the scheduler sends a shutdown."""
         self._leaves = False
         """True: the worker leaves, and steps that end without a result are not reported."""
         self._closing = threading.Event()
@@ -181,17 +183,20 @@ class ResultSender:
         finally:
             self._waits_for_ranks = self._in_step = False
 
-    def leave(self) -> None:
+    def leave(self, is_dismissed: bool = False) -> None:
         """Report no step any more that ends without a result: the end of the wait for its masks would reach the
-        scheduler as the loss of other ranks, before the fault behind it."""
+        scheduler as the loss of other ranks, before the fault behind it. A signal is reported at once,
+        unless the scheduler has dismissed this worker."""
         self._leaves = True
+        if self.is_stopped and not is_dismissed and self._heartbeats.is_alive() and not self.failed.is_set():
+            self._beat()
 
     def close(self, timeout: float) -> bool:
         """Send the queued messages, then end the threads and close the connection.
 
         Return False if the threads did not end within `timeout` seconds.
         """
-        self.leave()
+        self._leaves = True
         self._queue.put(None)
         # The heartbeat thread is the second one: until the first has ended, it aborts waits that are useless
         for thread in self._threads:
@@ -291,23 +296,26 @@ class ResultSender:
             self._on_lost(error)
 
     def _on_lost(self, error: PeerGone | PeerSlow | HandshakeRefused) -> None:
-        if not self._dismissed:
+        if not self.is_dismissed:
             self.lost = error
             self.failed.set()
+
+    def _beat(self, work: float = 0.0) -> None:
+        with self._state:
+            beat = Heartbeat(self._epoch, self._last_step, work, self._answers, self.is_stopped)
+        self._send(beat)
 
     # -- the heartbeat thread ------------------------------------------------------------------------------------
 
     def _send_heartbeats(self) -> None:
         next_beat = limit = 0.0
+        reported = False
         while not self._closing.wait(CONTROL_INTERVAL):
             self._alarm.set()
-            if not self.failed.is_set() and not self._dismissed:
-                if time.monotonic() >= next_beat:
-                    next_beat = time.monotonic() + HEARTBEAT_INTERVAL
-                    work = self._measure_work()
-                    with self._state:
-                        beat = Heartbeat(self._epoch, self._last_step, work, self._answers)
-                    self._send(beat)
+            if not self.failed.is_set() and not self.is_dismissed:
+                if time.monotonic() >= next_beat or reported != self.is_stopped:
+                    next_beat, reported = time.monotonic() + HEARTBEAT_INTERVAL, self.is_stopped
+                    self._beat(self._measure_work())
                 self._receive()
                 if (seconds := self._silence.check(time.monotonic())) is not None:
                     self._on_lost(PeerGone(f"it was silent for {seconds:.1f} s"))
@@ -352,7 +360,7 @@ class ResultSender:
         aborted too.
         """
         with self._state:
-            is_over = self.failed.is_set() or self._dismissed or self._epoch_has_ended
+            is_over = self.failed.is_set() or self.is_dismissed or self._epoch_has_ended
             if (self._waits_for_ranks or self._computing) and is_over:
                 self._abort()
                 return True
@@ -379,7 +387,7 @@ class ResultSender:
                     self._answers = max(self._answers, message.number)
                 if isinstance(message, EndEpoch):
                     self._ended_epoch = message.epoch
-                self._dismissed |= isinstance(message, Shutdown)
+                self.is_dismissed |= isinstance(message, Shutdown)
         except (PeerGone, HandshakeRefused) as error:
             self._on_lost(error)
 

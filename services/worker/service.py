@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import zmq
 
@@ -61,11 +60,13 @@ class Worker:
         self.sockets_closed = False
 
     def leave(self, *_: object) -> None:
-        """Signal handler: end the main thread's work, unless the worker is leaving already.
+        """Signal handler. A rank that serves goes on until the scheduler sends it away: a scheduler that is stopped too
+        lets open requests finish. A second signal, or one at another time, ends the main thread's work.
 
         Raises: SystemExit. Python drops an exception that is raised in a finaliser, so the loop checks as well.
         """
-        if not self._link.is_closing:
+        was_stopped, self._link.results.is_stopped = self._link.results.is_stopped, True
+        if not self._link.is_closing and (was_stopped or self._session.phase is not Phase.SERVING):
             self._link.is_closing = True
             raise SystemExit(0)
 
@@ -77,13 +78,13 @@ class Worker:
         start_log.debug("connecting to the scheduler")
         try:
             self._link.connect_within(CONNECT_TIMEOUT)
-            while (loss := self._serve()) is not None:
+            while (loss := self._serve()) is not None and not self._link.results.is_stopped:
                 log.warning("the scheduler is lost: %s; waiting for another one, with the weights kept", loss)
                 self._reconnect(loss)
         finally:
             self._link.is_closing = True
             self._start_up.close_listener()
-            self._link.results.leave()
+            self._link.results.leave(is_dismissed=self._session.phase is Phase.LEAVING)
             self._runner.end_masks()  # this thread reads none any more
             self._offload.end(leaves=True)
             self.sockets_closed = self._link.close()
@@ -91,7 +92,8 @@ class Worker:
                 log.error("steps in flight did not end within %.0f s", DRAIN_TIMEOUT)
             self._alarm.cancel()
             self._runner.shutdown()
-        faulted = self._session.phase is Phase.FAILED or self._link.results.failed.is_set()
+        sender = self._link.results
+        faulted = self._session.phase is Phase.FAILED or (sender.failed.is_set() and sender.lost is None)
         return EXIT_FAULT if faulted else 0
 
     def _serve(self) -> PeerGone | PeerSlow | None:
@@ -164,7 +166,8 @@ class Worker:
         try:
             yield
         except RanksLost as error:  # this worker is healthy; the scheduler ends the epoch
-            log.warning("other ranks are lost: %s", error)
+            if not (self._link.results.is_dismissed or self._link.results.is_stopped):  # else all ranks leave
+                log.warning("other ranks are lost: %s", error)
             self._session.ranks_lost()
             self._link.client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT]))
         except OutOfMemory as error:  # the scheduler ends the epoch, and forms smaller steps in the next one
@@ -179,6 +182,8 @@ class Worker:
                 self._start_up.load(action)
             case InitializeCache():
                 self._start_up.initialize(action)
+            case EndEpoch() if self._link.results.is_stopped:
+                self._link.is_closing = True
             case EndEpoch(epoch=epoch, reason=reason):
                 log.warning("epoch %d has ended: %s", number_of(epoch), reason)
                 self._end_epoch()
@@ -209,7 +214,7 @@ def hide_exits() -> None:
     """Print nothing for a SystemExit that `Worker.leave` raises in a finaliser or in a callback of the compiler. Python
     drops the exception, and the worker's loop ends because of its flag. Nor for the OSError, of no object, with which
     Python reports a signal that arrived while its handler was replaced: the worker had left already."""
-    other = sys.unraisablehook  # that of kernels, if they are imported already
+    other = sys.unraisablehook  # that of kernels, if there are any already
 
     def show(unraisable: "sys.UnraisableHookArgs") -> None:
         is_late_signal = unraisable.exc_type is OSError and unraisable.object is None
@@ -219,15 +224,9 @@ def hide_exits() -> None:
     sys.unraisablehook = show
 
 
-def _leave(_: int, __: FrameType | None) -> None:
-    raise SystemExit(0)
-
-
 def run(config: WorkerConfig) -> int:
     """Run one worker process. Return its exit status, as `run_worker` does."""
     hide_exits()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
     start_log.debug("importing the %s backend", config.backend)
     try:
         with collection_paused():

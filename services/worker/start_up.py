@@ -125,8 +125,8 @@ class StartUp:
                 names.drop([init.canary_block])
             _run_canary(self._runner, init.canary_block, self._num_groups)
             self._offload.begin(self._runner.kv_memory)
-        self._link.client.send(Ready(self._session.epoch))
         self._session.ready()
+        self._link.client.send(Ready(self._session.epoch))
         log.info("ready: %d KV blocks, context %d", init.num_blocks, init.max_model_len)
 
     @contextmanager

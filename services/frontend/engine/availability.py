@@ -71,6 +71,8 @@ class Availability:
         """An administrator wants its streams to move to other engines; it gets no new ones."""
         self._is_lost = self._is_silent = False
         """No state has arrived since the connection was lost, or since the scheduler gave no sign of life."""
+        self._has_drained = False
+        """The scheduler that is lost had been stopped."""
         self._stopped_at: float | None = None
         """When the scheduler that is connected lost its workers; monotonic seconds. None: it has them."""
         self._is_stopped = False
@@ -106,7 +108,7 @@ class Availability:
 
     def on_state(self, state: EngineState, now: float) -> None:
         """The scheduler that is connected has sent its state."""
-        self._is_lost = self._is_silent = False
+        self._is_lost = self._is_silent = self._has_drained = False
         self.executes = state.phase in (*SERVING, EnginePhase.DRAINING)
         if self.executes:
             self._lost_at = None
@@ -134,6 +136,7 @@ class Availability:
         """The connection is lost. An engine that served is expected back."""
         self.executes, self._is_lost = False, True
         self._stopped_at, self._is_stopped = None, False
+        self._has_drained |= self.state.phase is EnginePhase.DRAINING
         totals = {name: value for name, value in self.state.stats.items() if name.partition(":")[0] not in GAUGES}
         self.state = replace(self.state, stats=totals, pids=[], running_loras=[], waiting_loras=[])
         if self.state.phase is EnginePhase.FAILED:  # it is not expected back
@@ -146,9 +149,11 @@ class Availability:
         elif self._lost_at is None:
             self._set(NOT_CONNECTED, now)
 
-    def gives_up(self, now: float, is_connected: bool) -> bool:
-        """Return whether the engine was lost for too long. It is no longer expected back then."""
-        if self._lost_at is None or now - self._lost_at <= self._patience:
+    def gives_up(self, now: float, is_connected: bool, is_stopping: bool = False) -> bool:
+        """Return whether the engine was lost for too long. It is no longer expected back then. `is_stopping`: this
+        frontend drains, and does not wait for an engine that was stopped as well."""
+        patience = 0.0 if is_stopping and self._has_drained else self._patience
+        if self._lost_at is None or now - self._lost_at <= patience:
             return False
         self._lost_at = None
         if not is_connected:

@@ -174,7 +174,7 @@ class EngineClient:
     def _check(self, now: float) -> None:
         """Notice engines that do not come back and requests without progress. `now`: monotonic seconds."""
         for engine in self.engines.values():
-            if engine.watch(now):
+            if engine.watch(now, self.draining):
                 gone = APIError(503, "the engine is gone; the request was not completed")
                 others = any(other.accepts for other in self.engines.values())
                 streams = self.ledger.owned(engine.name) + ([] if others else self.ledger.waiting)

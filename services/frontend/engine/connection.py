@@ -16,6 +16,7 @@ from protocol.security import Security
 from protocol.silence import SilenceWatch, unanswered
 from protocol.transport import Expelled, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
+from services.frontend.engine.availability import STARTING
 from services.frontend.errors import APIError
 
 log = logging.getLogger("runahead.frontend")
@@ -59,8 +60,8 @@ class SchedulerConnection:
         """Set what is known of a new connection."""
         self._lease = 0
         """Lease that the scheduler has given this connection; 0: unknown."""
-        self._drains = False
-        """The scheduler is stopping, and will close the connection."""
+        self._may_close = False
+        """The scheduler is stopping, or serves nothing yet: it closes the connection in order."""
         self._watch = SilenceWatch(self._silence, CHECK_INTERVAL)
         self._watch.heard()  # the answer to the handshake
         self._sent = self._answered = 0
@@ -95,7 +96,7 @@ class SchedulerConnection:
             except Expelled as error:  # one of this frontend's messages was bad
                 self.drop(f"the scheduler ended the connection: {error}; connecting again", is_expelled=True)
             except PeerGone as error:
-                self.drop(str(error), is_fault=not self._drains)
+                self.drop(str(error), is_fault=not self._may_close)
             finally:
                 self._client = None
                 client.close()
@@ -110,7 +111,7 @@ class SchedulerConnection:
         if self._lease not in (0, state.lease):
             self.drop("the scheduler has ended the requests of this frontend; connecting again")
             return
-        self._lease, self._drains = state.lease, state.phase is EnginePhase.DRAINING
+        self._lease, self._may_close = state.lease, state.phase in (EnginePhase.DRAINING, *STARTING)
         self._exchanges_signs = state.incarnation > 0
         self._answered = self._sent if state.round_trips is None else state.round_trips.number
 

@@ -138,14 +138,15 @@ class ConnectedEngine(Availability):
         self.draining = draining
         self._log_condition()
 
-    def watch(self, now: float) -> bool:
-        """Notice silence. Return True if the engine is no longer expected back. `now`: monotonic seconds."""
+    def watch(self, now: float, is_stopping: bool = False) -> bool:
+        """Notice silence. Return True if the engine is no longer expected back. `now`: monotonic seconds;
+        `is_stopping`: this frontend drains."""
         self.connection.check(now)
         if self.connection.in_doubt and self.condition is not Condition.GONE:
             self.on_doubt(now)
         self.check_workers(now)
         self._log_condition()
-        return self.gives_up(now, is_connected=self.connection.is_open)
+        return self.gives_up(now, self.connection.is_open, is_stopping)
 
     def follow_steps(self, steps: StepRing | None) -> None:
         """Subscribe to step records, which `steps` receives; None: end the subscription."""

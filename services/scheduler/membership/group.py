@@ -6,6 +6,7 @@ formed if there is none and enough workers are spare.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ from services.scheduler.membership.timeouts import overdue, stalled
 from services.scheduler.transitions import transition
 
 WORKERS_LOST = "the model workers were lost; the request was not completed"
+STOP_SETTLE = 2.0
+"""Seconds that a stopped rank goes on with open requests: the scheduler may be stopped within them, and drains then."""
 
 
 class GroupStatus(NamedTuple):
@@ -85,6 +88,12 @@ class WorkerGroup:
     def settling(self) -> bool:
         """Return whether time alone may begin an epoch, so that `check` must be called again soon."""
         return self._formation.is_auto and self._best_size() not in (None, self.size)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether there are too few workers because signals have stopped them."""
+        waits = self.state is EnginePhase.WAITING_FOR_WORKERS and self._best_size() is None
+        return waits and self.roster.last_was_stopped
 
     @property
     def epoch(self) -> int:
@@ -249,6 +258,20 @@ class WorkerGroup:
         ranks = ", ".join(str(member.rank) for member in self.roster.ranks if member.last_step < step_id)
         where = f" on rank {ranks}" if ranks else ""
         return f"step {step_id} has not ended{where} after {took:.1f} s, far longer than steps of its size take"
+
+    def release_stopped(self, now: float, is_idle: bool) -> None:
+        """Send away the ranks that a signal has stopped, at once if no request is open, and form a group without them.
+        Call it unless the scheduler drains: then they serve until the open requests have ended."""
+        stopped = [member for member in self.roster.ranks if member.stopped_at is not None]
+        since = min((member.stopped_at for member in stopped if member.stopped_at is not None), default=math.inf)
+        if self.failed or now - since < (0.0 if is_idle else STOP_SETTLE):
+            return
+        reason = self.roster.named(stopped[0].peer, "was stopped")
+        self._actions += [Send(member.peer, Shutdown("this worker was stopped"), everywhere=True) for member in stopped]
+        self._group_event(GroupEvent.RESIZE, reason, now)
+        for member in stopped:
+            self._member_event(member.peer, MemberEvent.LOST, "was stopped", now)
+        self._form(now)
 
     def fail(self, reason: str, now: float) -> None:
         """The engine cannot serve with this group."""

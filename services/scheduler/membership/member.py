@@ -51,6 +51,8 @@ class Member:
     last_step: int = 0
     """The last step of the current epoch that it has finished, by its heartbeats."""
     answers: Answers = field(default_factory=Answers)
+    stopped_at: float | None = None
+    """When its heartbeats first said that a signal has stopped it."""
 
     @property
     def name(self) -> str:

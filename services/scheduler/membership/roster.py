@@ -19,6 +19,8 @@ class Roster:
 
     def __init__(self) -> None:
         self._members: dict[bytes, Member] = {}
+        self.last_was_stopped = False
+        """The last worker that left was stopped by a signal."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -74,6 +76,8 @@ class Roster:
             member.last_seen = now
             if isinstance(message, Heartbeat):
                 member.answers.results = message.answers
+                if message.is_stopped and member.stopped_at is None:
+                    member.stopped_at = now
             match message:
                 case LoadProgress():
                     member.progress = message
@@ -93,6 +97,7 @@ class Roster:
         after, actions = transition(MEMBER_TABLE, before, event, "a worker")
         if member is not None and after is not before:
             member.state, member.since = after, now
-        if after is MemberState.UNKNOWN:
-            self._members.pop(peer, None)
+        if member is not None and after is MemberState.UNKNOWN:
+            del self._members[peer]
+            self.last_was_stopped = member.stopped_at is not None
         return actions

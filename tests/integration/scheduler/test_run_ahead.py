@@ -3,6 +3,8 @@
 import signal
 from pathlib import Path
 
+import pytest
+
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import SamplingParams
 from tests.integration.scheduler.engine import PATIENCE, engine
@@ -22,13 +24,20 @@ def test_depth_two_schedules_ahead_and_depth_one_never_does(tmp_path: Path) -> N
     assert one == two
 
 
-def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(tmp_path: Path) -> None:
-    with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
+@pytest.mark.parametrize("stopped", [("scheduler",), ("scheduler", "workers"), ("workers", "scheduler")])
+def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(
+    tmp_path: Path, stopped: tuple[str, ...]
+) -> None:
+    """Also if its workers are stopped together with it, as when all containers are."""
+    scheduler = {"max_model_len": 512, "pipeline_parallel_size": 2}
+    with engine(tmp_path, scheduler, SIM, num_workers=2) as running:
         client = running.connect()
         client.generate(1, list(range(40)), SamplingParams(max_tokens=60, temperature=0.0))
         while not client.tokens[1]:
             client.receive()
-        running.scheduler.send_signal(signal.SIGTERM)
+        for service in stopped:
+            for process in running.workers if service == "workers" else [running.scheduler]:
+                process.send_signal(signal.SIGTERM)
         while client.state is None or client.state.phase is not EnginePhase.DRAINING:
             client.receive()
         client.generate(2, list(range(40)), SamplingParams(max_tokens=5, temperature=0.0))
@@ -36,4 +45,23 @@ def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(tmp_path
         assert (client.finished[1].reason, len(client.tokens[1])) == (FinishReason.LENGTH, 60)
         assert (client.finished[2].reason, client.tokens[2]) == (FinishReason.REJECTED, [])
         client.close()
-        assert (running.scheduler.wait(PATIENCE), running.worker.wait(PATIENCE)) == (0, 0)
+        assert [process.wait(PATIENCE) for process in (running.scheduler, *running.workers)] == [0, 0, 0]
+        assert "has ended" not in running.log(running.scheduler)
+
+
+def test_a_scheduler_that_is_stopped_after_its_workers_ends_too(tmp_path: Path) -> None:
+    """It leaves open requests to other engines, or to the scheduler after it."""
+    with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
+        client = running.connect()
+        client.generate(1, list(range(40)), SamplingParams(max_tokens=400, temperature=0.0))
+        while not client.tokens[1]:
+            client.receive()
+        running.worker.send_signal(signal.SIGTERM)
+        assert running.worker.wait(PATIENCE) == 0
+        while client.state is None or client.state.phase is not EnginePhase.RECOVERING:
+            client.receive()
+        running.scheduler.send_signal(signal.SIGTERM)
+        while client.state.phase is not EnginePhase.DRAINING:
+            client.receive()
+        assert running.scheduler.wait(PATIENCE) == 0
+        assert not client.finished

@@ -3,15 +3,19 @@
 import signal
 import time
 from pathlib import Path
+from threading import Event
 
+import pytest
 from msgspec.structs import replace
 
 from protocol.codec import pack
+from protocol.membership import InitializeCache
 from protocol.steps import StepFault
 from services.worker.backends.sim import SimRunner
+from services.worker.runner import RanksLost
 from services.worker.service import EXIT_FAULT
 from tests.integration.worker.scripted import ScriptedWorkerServer, exit_status, worker_process, worker_thread
-from tests.unit.worker.plans import one_request
+from tests.unit.worker.plans import BLOCKS, CONTEXT, one_request
 
 
 def test_a_signal(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
@@ -21,8 +25,37 @@ def test_a_signal(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
         scheduler.send(plans.step(request, masked=[request]))
         scheduler.wait_heartbeat()
         process.send_signal(signal.SIGTERM)
+        while not scheduler.wait_heartbeat().is_stopped:
+            pass
+        process.send_signal(signal.SIGTERM)
         status, log = exit_status(process)
     assert (status, "did not end" in log) == (0, False), log
+
+
+class AllocatingRunner(SimRunner):
+    waits, aborted = Event(), Event()
+
+    def init_kv_cache(self, init: InitializeCache) -> None:
+        """Wait for other ranks, as a pipeline stage does."""
+        self.waits.set()
+        self.aborted.wait()
+        raise RanksLost("aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def test_a_shutdown_while_a_rank_waits_for_others_is_no_loss(
+    scheduler: ScriptedWorkerServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with worker_thread(scheduler, tmp_path, AllocatingRunner) as worker:
+        scheduler.registered()
+        scheduler.load()
+        scheduler.send(InitializeCache(BLOCKS, CONTEXT))
+        AllocatingRunner.waits.wait()
+        scheduler.stop()
+        assert worker.exit_status() == 0
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 class PausingRunner(SimRunner):

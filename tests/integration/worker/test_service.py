@@ -209,13 +209,39 @@ def test_the_process_of_a_failed_step_exits_with_a_status_of_its_own(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_worker(scheduler: ScriptedWorkerServer, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("then", ["shutdown", "end of epoch", "loss", "signal"])
+def test_a_worker_that_is_stopped_serves_until_it_is_sent_away(
+    scheduler: ScriptedWorkerServer, tmp_path: Path, number: int, then: str
+) -> None:
     with worker_process(tmp_path) as process:
         scheduler.serve()
         process.send_signal(number)
+        while not scheduler.wait_heartbeat().is_stopped:
+            pass
+        plans, request = one_request()
+        scheduler.send(plans.step(request))
+        assert step_ids(scheduler.results(1)) == [1]
+        match then:
+            case "shutdown":
+                scheduler.stop()
+            case "end of epoch":
+                scheduler.end(EPOCH)
+            case "loss":
+                scheduler.close()
+            case "signal":
+                process.send_signal(number)
         status, text = exit_status(process)
-        assert status == 0
-        assert "Traceback" not in text
+        assert (status, "Traceback" in text, "WARNING" in text) == (0, False, False), text
+
+
+def test_a_signal_ends_a_worker_that_does_not_serve(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    with worker_process(tmp_path) as process:
+        scheduler.registered()
+        process.send_signal(signal.SIGTERM)
+        status, text = exit_status(process)
+        assert (status, "Traceback" in text) == (0, False), text
+        while not scheduler.wait_heartbeat().is_stopped:
+            pass
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -154,6 +154,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "--enable-lora"), "--enable-lora: only --backend vllm serves LoRA adapters; --backend native does not"),
     (("serve", "--allowed-media-domains", "a"), "only --backend vllm reads media; --backend native does not use it"),
     (("serve", "--backend", "vllm", "--kv-offload-bytes", "1G"), "--backend vllm does not use it: vLLM's KV"),
+    (("kv-keeper", "/dev/null/kv"), "/dev/null is no directory and cannot be made one (File exists)"),
     (("serve", "--backend", "vllm", "--kv-keeper", "/run/kv"), "--kv-keeper is a setting of --backend native and sim"),
     ((*SIM, "--weights-cache-bytes", "1G"), "--weights-cache-bytes is a setting of --backend native; --backend sim"),
     (("serve", "--weights-cache-dir", "/w", "--kernels", "reference"), "are arranged for compiled kernels of the CPU"),

@@ -1,6 +1,10 @@
-"""The end of a service."""
+"""The start and the end of a service."""
 
-from tests.preloaded import ERRORS, PreloadedProcess
+import signal
+
+import pytest
+
+from tests.preloaded import ERRORS, OUTPUT, PreloadedProcess
 
 CODE = """
 import json, threading, time
@@ -17,6 +21,30 @@ def run():
 start._entry_point = lambda _: run
 start.start(SchedulerConfig())
 """
+
+
+STARTING = """
+import time
+from services.cli import start
+from services.config import SchedulerConfig
+
+def import_service(_):
+    print("imports", flush=True)
+    time.sleep(60)
+
+start._entry_point = import_service
+start.start(SchedulerConfig())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_service_that_starts(number: int) -> None:
+    """It has a handler from the beginning: a container's first process ignores a signal that has none."""
+    service = PreloadedProcess(STARTING, pipes=(OUTPUT, ERRORS))
+    with service.stdout as output, service.stderr as errors:
+        assert output.readline()
+        service.send_signal(number)
+        assert (service.wait(), errors.read()) == (0, "")
 
 
 def test_an_unexpected_error_on_a_thread_ends_the_service_with_its_traceback() -> None:

@@ -80,7 +80,7 @@ def test_every_container_is_restricted(service: str) -> None:
         return
     assert "network_mode" not in definition
     assert definition["restart"] == "unless-stopped"
-    assert definition["stop_grace_period"]
+    assert definition["stop_grace_period"] == "2m", "all serve the open streams, if they are stopped at once"
 
 
 def test_only_the_api_has_a_port_and_only_on_loopback() -> None:

@@ -265,6 +265,8 @@ def test_grace_period_covers_the_pre_stop_hook_and_open_streams() -> None:
     frontend = pod_template("frontend")["spec"]
     before = int(container("frontend")["lifecycle"]["preStop"]["exec"]["command"][1])
     assert frontend["terminationGracePeriodSeconds"] > before + 60
+    for role in ("scheduler", "worker"):  # they serve the open streams, if all pods are deleted at once
+        assert pod_template(role)["spec"]["terminationGracePeriodSeconds"] == frontend["terminationGracePeriodSeconds"]
     budgets = {o["metadata"]["name"] for o in objects() if o["kind"] == "PodDisruptionBudget"}
     assert budgets == {"runahead-frontend", "runahead-worker"}
 

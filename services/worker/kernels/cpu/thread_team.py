@@ -83,26 +83,31 @@ def compiled(body: Callable[[int], None]) -> Any:
     values = [cell.cell_contents for cell in body.__closure__ or ()]
     key = (body.__code__, *values, *map(type, values))
     if key not in _compiled:
+        if not _compiled:
+            collect_failures()
         _compiled[key] = cfunc(types.void(types.int64), nopython=True, cache=True)(body)
     return _compiled[key]
 
 
-_failures: list[BaseException] = []
-"""Errors that kernels have raised. A C function cannot raise: numba passes its errors to the hook, on the thread that
-ran it, and its caller continues with wrong results. Helpers run kernels of any caller, so an error fails all kernels
-that run meanwhile."""
-_other_hook = sys.unraisablehook
+_last_failure: BaseException | None = None
+"""Last error that a kernel has raised. A C function cannot raise: numba passes its errors to the hook, on the thread
+that ran it, and its caller continues with wrong results. Helpers run kernels of any caller, so an error fails all
+kernels that run meanwhile."""
 
 
-def _collect(unraisable: "sys.UnraisableHookArgs") -> None:
-    error = unraisable.exc_value
-    if error is not None and isinstance(raised_in := unraisable.object, str) and raised_in.startswith("<numba."):
-        _failures.append(error)
-    else:
-        _other_hook(unraisable)
+def collect_failures() -> None:
+    """Store the errors of kernels from now on."""
+    other_hook = sys.unraisablehook
 
+    def collect(unraisable: "sys.UnraisableHookArgs") -> None:
+        global _last_failure
+        error = unraisable.exc_value
+        if error is not None and isinstance(raised_in := unraisable.object, str) and raised_in.startswith("<numba."):
+            _last_failure = error
+        else:
+            other_hook(unraisable)
 
-sys.unraisablehook = _collect
+    sys.unraisablehook = collect
 
 
 class Kernel:
@@ -140,9 +145,9 @@ class Kernel:
 
     def call(self) -> None:
         """Run on the calling thread with the present argument block. Raises: what a kernel has raised"""
-        before = len(_failures)
+        before = _last_failure
         self._call(self.address)
-        if len(_failures) > before:
+        if _last_failure is not before:
             raise self._failure()
 
     def fill(self, values: tuple[Any, ...], items: int = 0) -> None:
@@ -155,15 +160,16 @@ class Kernel:
         Raises: what a kernel has raised
         """
         self.fill(values, items)
-        before = len(_failures)
+        before = _last_failure
         if (work or items) >= 2 * self.cost and (state := helper_state()):
             share(self.function, self.address, state)
         else:
             self._call(self.address)
-        if len(_failures) > before:
+        if _last_failure is not before:
             raise self._failure()
 
     def _failure(self) -> BaseException:
-        error = copy.copy(_failures[-1])  # one that was raised refers to the frames it passed
+        assert _last_failure is not None
+        error = copy.copy(_last_failure)  # one that was raised refers to the frames it passed
         error.add_note(f"raised in {self._compiled}, or in a kernel that it ran")
         return error

@@ -48,6 +48,15 @@ def test_condition_through_doubt_drains_and_losses() -> None:
     ]  # fmt: skip
 
 
+def test_a_frontend_that_drains_waits_for_no_engine_that_was_stopped() -> None:
+    for state, is_stopping, patience in ((DRAINING, True, 0.0), (DRAINING, False, 10.0), (READY, True, 10.0)):
+        engine = Availability("0", 10.0, deque())
+        engine.on_state(state, 1.0)
+        engine.on_lost(2.0)
+        assert not engine.gives_up(2.0 + patience, is_connected=False, is_stopping=is_stopping)
+        assert engine.gives_up(2.1 + patience, is_connected=False, is_stopping=is_stopping)
+
+
 def test_an_engine_that_is_lost_runs_no_requests() -> None:
     engine, totals = Availability("0", 10.0, deque()), {"steps_total": 9.0, "kv_tier_hit_tokens_total:host": 2.0}
     gauges = {"num_requests_waiting_by_reason:capacity": 3.0, "kv_tier_bytes:host": 1.0}

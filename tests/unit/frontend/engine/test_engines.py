@@ -560,7 +560,7 @@ async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(
     for an engine that is lost as long as that one is expected back. Those that refuse it get it with other settings.
     The workers of one that ends it with an error cannot load its adapter."""
     changed = how.endswith("changed")
-    async with fleet(tmp_path, patience=300.0 if changed else 0.2) as engines:
+    async with fleet(tmp_path) as engines:
         stream, owner, other = await engines.stream(1, 2)
         if how.startswith("drained"):
             owner.enter(EnginePhase.DRAINING)
@@ -579,6 +579,9 @@ async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(
             await engines.until(lambda: len(owner.requests) == 2)
             assert unpack(owner.requests[1].token_ids).tolist() == [1, 2, 7]
             owner.send(stream.number, 1, 8, ends=True)
+        else:
+            await engines.until(lambda: engines.client.ledger.waiting)
+            engines.client.engines[str(engines.engines.index(owner))]._patience = 0.0  # noqa: SLF001
         await engines.until(lambda: stream.end is not None)
         assert len(other.requests) == 1
         if how == "drained":

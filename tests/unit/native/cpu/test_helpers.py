@@ -69,10 +69,10 @@ def test_helpers_take_part(kernel: Kernel, threads: int) -> None:
 def test_what_a_kernel_raises_is_raised_once_on_any_thread(
     kernel: Kernel, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    hide_exits()  # as a worker does that has imported kernels already
     others: list[object] = []
-    monkeypatch.setattr(thread_team, "_other_hook", others.append)
+    monkeypatch.setattr(sys, "unraisablehook", others.append)
+    thread_team.collect_failures()
+    hide_exits()  # as a worker does that has kernels already
     sys.unraisablehook(SimpleNamespace(exc_type=ValueError, exc_value=ValueError(), object=cpu_target))
     assert len(others) == 1, "of a finaliser"
     set_num_threads(threads)
