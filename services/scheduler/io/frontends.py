@@ -44,7 +44,7 @@ class FrontendConnections:
         """Return the frontends that were found to be gone, or were expelled, since the last call."""
         for peer in self.server.take_lost():
             if (number := self._numbers.get(peer)) is not None:
-                self._lose(number, PeerGone("its connection broke, or it violated the protocol"))
+                self._lose(number, PeerGone("its connection has ended"))
         gone, self._gone = self._gone, []
         return gone
 
