@@ -78,7 +78,10 @@ class Worker:
         start_log.debug("connecting to the scheduler")
         try:
             self._link.connect_within(CONNECT_TIMEOUT)
-            while (loss := self._serve()) is not None and not self._link.results.is_stopped:
+            while (loss := self._serve()) is not None:
+                self._session.reconnected()  # from here on, a signal ends this worker at once
+                if self._link.results.is_stopped:
+                    break
                 log.warning("the scheduler is lost: %s; waiting for another one, with the weights kept", loss)
                 self._reconnect(loss)
         finally:
@@ -123,7 +126,6 @@ class Worker:
         self._end_epoch()
         if not self._link.renew():
             raise loss
-        self._session.reconnected()
         try:
             self._link.connect_within(self._config.recovery_timeout_seconds)
         except (HandshakeTimeout, PeerGone, PeerSlow):

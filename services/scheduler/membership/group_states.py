@@ -16,8 +16,8 @@ Rules:
 
 1. When an epoch ends, each rank is sent `EndEpoch` on all of its connections and must register again. What was in
    flight in an epoch that was in effect is void (the epoch void, docs/invariants.md).
-2. An epoch ends by a fault (BREAK) or because another size fits the workers better (RESIZE). Faults are counted: after
-   `MAX_FUTILE_EPOCHS` in a row that brought nothing, the group fails.
+2. An epoch ends by a fault (BREAK), or because another size fits the workers better or a signal has stopped a rank
+   (RESIZE). Faults are counted: after `MAX_FUTILE_EPOCHS` in a row that brought nothing, the group fails.
 3. From the end of an epoch that was in effect to the next one that is, the group *recovers*: open requests wait for it,
    and frontends are sent RECOVERING in place of the state. When that takes longer than the recovery timeout, they end
    with an error; the group goes on without them.
@@ -40,7 +40,7 @@ class GroupEvent(enum.Enum):
     BREAK = enum.auto()
     """A rank is lost, or none comes further."""
     RESIZE = enum.auto()
-    """`--tensor-parallel-size auto`: another size fits the workers better."""
+    """`--tensor-parallel-size auto`: another size fits the workers better. Or a rank that was stopped leaves."""
     FAIL = enum.auto()
     """The group cannot serve with this configuration, or no epoch lasts."""
 

@@ -46,9 +46,11 @@ class GuardedPolicy:
         """Check that the slots are running, each at most once."""
         try:
             rows = self._policy.order(view)
-            if rows is not view.running and not _is_subset(rows, view):
+            if rows is view.running:
+                return rows
+            if not _is_subset(rows, view):
                 raise ImpossibleAnswer(f"{rows}, of {view.running}")
-            return rows
+            return rows.astype(np.int64)  # a copy: the step keeps it, and the policy may use its own again
         except Exception as error:
             self._report("order", error)
             return view.running

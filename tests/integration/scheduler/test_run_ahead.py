@@ -28,11 +28,12 @@ def test_depth_two_schedules_ahead_and_depth_one_never_does(tmp_path: Path) -> N
 def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(
     tmp_path: Path, stopped: tuple[str, ...]
 ) -> None:
-    """Also if its workers are stopped together with it, as when all containers are."""
+    """Also if its workers are stopped together with it, as when all containers are. The requests take longer than a
+    worker that is stopped alone goes on."""
     scheduler = {"max_model_len": 512, "pipeline_parallel_size": 2}
     with engine(tmp_path, scheduler, SIM, num_workers=2) as running:
         client = running.connect()
-        client.generate(1, list(range(40)), SamplingParams(max_tokens=60, temperature=0.0))
+        client.generate(1, list(range(40)), SamplingParams(max_tokens=120, temperature=0.0))
         while not client.tokens[1]:
             client.receive()
         for service in stopped:
@@ -42,7 +43,7 @@ def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(
             client.receive()
         client.generate(2, list(range(40)), SamplingParams(max_tokens=5, temperature=0.0))
         client.wait_finished(1, 2)
-        assert (client.finished[1].reason, len(client.tokens[1])) == (FinishReason.LENGTH, 60)
+        assert (client.finished[1].reason, len(client.tokens[1])) == (FinishReason.LENGTH, 120)
         assert (client.finished[2].reason, client.tokens[2]) == (FinishReason.REJECTED, [])
         client.close()
         assert [process.wait(PATIENCE) for process in (running.scheduler, *running.workers)] == [0, 0, 0]

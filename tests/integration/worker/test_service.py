@@ -244,6 +244,24 @@ def test_a_signal_ends_a_worker_that_does_not_serve(scheduler: ScriptedWorkerSer
             pass
 
 
+def test_a_signal_while_the_worker_leaves_a_lost_scheduler_ends_it(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
+) -> None:
+    """The connections that would report it to the next scheduler are not made yet."""
+    workers: list[Worker] = []
+
+    class StoppedRunner(SimRunner):
+        def leave(self) -> None:
+            super().leave()
+            workers[0].leave()
+
+    with worker_thread(scheduler, tmp_path, StoppedRunner) as thread:
+        workers.append(thread.worker)
+        scheduler.serve()
+        scheduler.close()
+        assert thread.exit_status() == 0
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_signal_during_a_finaliser_ends_the_worker(

@@ -113,6 +113,7 @@ def test_tokens_that_were_computed_for_nothing_are_counted_by_their_cause() -> N
     assert core.stats()["wasted_tokens_total:ignored_row"] == 0
     core.on_result(result_of(second, (8, 6)))
     assert core.stats()["wasted_tokens_total:ignored_row"] == 1, "the row behind the stop token"
+    assert core.stats()["iteration_tokens_sum"] == 2 + 3 + 1 + 1
     assert [len(unpack(plan.slots)) for plan in plans(core)] == [1, 1]
     core.end_epoch()
     assert core.stats()["wasted_tokens_total:lost_epoch"] == 2

@@ -123,6 +123,18 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert serve(GuardedPolicy(policy)) == serve(ChunkedPolicy())
 
 
+def test_a_policy_may_use_the_array_of_its_answer_again() -> None:
+    """Steps in flight keep theirs."""
+    array = np.zeros(LIMITS.num_slots, np.int64)
+
+    def answer(rows: SlotIds) -> SlotIds:
+        array[: len(rows)] = rows[::-1]
+        return array[: len(rows)]
+
+    expected = serve(GuardedPolicy(Faulty(rows=lambda rows: rows[::-1].copy())))
+    assert serve(GuardedPolicy(Faulty(rows=answer))) == expected
+
+
 SOUND = [ChunkedPolicy(), BalancedPolicy(), Faulty(budget=lambda b: replace(b, chunk=1 << 40))]
 
 

@@ -28,11 +28,11 @@ class ScriptedCore:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}
 
-    def answer(self, *rows: list[int]) -> None:
-        """Dispatch a step, and apply its result."""
+    def answer(self, *rows: list[int], more: int = 0) -> None:
+        """Dispatch a step, and apply its result. `more`: drafts of each row that the plan has not."""
         (plan,) = plans(self.core)
         chosen = np.frombuffer(plan.samples, np.bool_)
-        drafted = pack(unpack(plan.drafts)[chosen]) if plan.drafts else b""
+        drafted = pack(unpack(plan.drafts)[chosen] + np.int32(more)) if plan.drafts else b""
         tokens = pack([token for row in rows for token in row])
         self.core.on_result(result_of(plan, counts=pack([*map(len, rows)]), token_ids=tokens, drafted=drafted))
         for _, outputs in self.core.take_outputs():
@@ -49,6 +49,13 @@ def test_a_row_with_other_tokens_than_drafts_and_one_is_refused(row: list[int]) 
     with pytest.raises(UnknownResult, match="token"):
         driver.answer(row)
     assert driver.tokens[0] == [5]
+
+
+def test_a_row_with_more_drafts_than_planned_is_refused() -> None:
+    driver = ScriptedCore()
+    driver.answer([5])
+    with pytest.raises(UnknownResult, match="drafts"):
+        driver.answer([6], more=1)
 
 
 def test_drafts_are_counted_per_request_and_in_all() -> None:

@@ -49,10 +49,14 @@ def test_condition_through_doubt_drains_and_losses() -> None:
 
 
 def test_a_frontend_that_drains_waits_for_no_engine_that_was_stopped() -> None:
-    for state, is_stopping, patience in ((DRAINING, True, 0.0), (DRAINING, False, 10.0), (READY, True, 10.0)):
+    stopped, running, replaced = [DRAINING], [READY], [DRAINING, READY]
+    for states, is_stopping, patience in (
+        (stopped, True, 0.0), (stopped, False, 10.0), (running, True, 10.0), (replaced, True, 10.0)
+    ):  # fmt: skip
         engine = Availability("0", 10.0, deque())
-        engine.on_state(state, 1.0)
-        engine.on_lost(2.0)
+        for state in states:
+            engine.on_state(state, 1.0)
+            engine.on_lost(2.0)
         assert not engine.gives_up(2.0 + patience, is_connected=False, is_stopping=is_stopping)
         assert engine.gives_up(2.1 + patience, is_connected=False, is_stopping=is_stopping)
 
