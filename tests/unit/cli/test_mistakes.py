@@ -23,6 +23,7 @@ from tests.unit.cli.command import run_command
 DEMO = str(DEMO_MODEL)
 SIM = ("serve", "--backend", "sim", "--sim-vocab-size", "100")
 LEAVES = "is not on this machine alone, and what is published is not encrypted; set --insecure-transport"
+INDEX = "model.safetensors.index.json"
 DRAFTER = '{"method": "eagle", "model": "/no/such", "num_speculative_tokens": 2}'
 
 
@@ -83,7 +84,9 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "{weightless}"), "has no safetensors files; convert its .bin files"),
     (("serve", "{incomplete}"), "has no model-2.safetensors, which its index names; download the model again"),
     (("serve", "{pointer}"), "model.safetensors is a pointer of Git LFS, not the file; run `git lfs pull` in its"),
-    (("serve", "{cut}"), "model.safetensors is not a valid safetensors file ("),
+    (("serve", "{pointers}"), "model-2.safetensors is a pointer of Git LFS"),
+    (("serve", "{unread}"), "model.safetensors cannot be read: Is a directory"),
+    (("serve", "{cut}"), "model-2.safetensors is not a valid safetensors file ("),
     (("serve", "{wordless}"), "has no tokenizer.json; name another tokenizer with --tokenizer"),
     (("serve", "{page}"), "tokenizer.json is damaged or cut off; download it again"),
     (("serve", DEMO, "--allowed-origins", "chat.example.com"), "'chat.example.com' is no origin, which is SCHEME://"),
@@ -202,9 +205,11 @@ def incomplete_models(tmp_path: Path) -> dict[str, str]:
     index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
     added = {
         "weightless": {"tokenizer.json": "{}", "pytorch_model.bin": ""},
-        "incomplete": {"model-1.safetensors": "", "model.safetensors.index.json": index},
+        "incomplete": {"model-1.safetensors": "", INDEX: index},
         "pointer": {"model.safetensors": pointer},
-        "cut": {"model.safetensors": empty[:-1]},
+        "pointers": {"model-1.safetensors": empty, "model-2.safetensors": pointer, INDEX: index},
+        "unread": {},
+        "cut": {"model-1.safetensors": empty, "model-2.safetensors": empty[:-1], INDEX: index},
         "wordless": {"model.safetensors": empty},
         "page": {"model.safetensors": empty, "tokenizer.json": "<html></html>"},
     }
@@ -213,6 +218,7 @@ def incomplete_models(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
         for file, text in files.items():
             (tmp_path / name / file).write_text(text)
+    (tmp_path / "unread" / "model.safetensors").mkdir()  # an error that root gets, too
     return {name: str(tmp_path / name) for name in added}
 
 
