@@ -51,6 +51,8 @@ def test_condition_through_doubt_drains_and_losses() -> None:
 def test_a_frontend_that_drains_waits_for_no_engine_that_was_stopped() -> None:
     for state, is_stopping, patience in ((DRAINING, True, 0.0), (DRAINING, False, 10.0), (READY, True, 10.0)):
         engine = Availability("0", 10.0, deque())
+        engine.on_state(DRAINING, 0.0)
+        engine.on_lost(0.5)  # the scheduler before it
         engine.on_state(state, 1.0)
         engine.on_lost(2.0)
         assert not engine.gives_up(2.0 + patience, is_connected=False, is_stopping=is_stopping)
