@@ -89,6 +89,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "{cut}"), "model-2.safetensors is not a valid safetensors file ("),
     (("serve", "{wordless}"), "has no tokenizer.json; name another tokenizer with --tokenizer"),
     (("serve", "{page}"), "tokenizer.json is damaged or cut off; download it again"),
+    (("serve", "{half}"), "tokenizer.json is damaged or cut off; download it again"),
     (("serve", DEMO, "--allowed-origins", "chat.example.com"), "'chat.example.com' is no origin, which is SCHEME://"),
     (("serve", DEMO, "--allowed-origins", "https://a.com/"), "'https://a.com/' is no origin, which is SCHEME://HOST"),
     (("serve", DEMO, "--allowed-hosts", "https://a.com"), "'https://a.com' is no host name such as llm.example.com"),
@@ -212,6 +213,7 @@ def incomplete_models(tmp_path: Path) -> dict[str, str]:
         "cut": {"model-1.safetensors": empty, "model-2.safetensors": empty[:-1], INDEX: index},
         "wordless": {"model.safetensors": empty},
         "page": {"model.safetensors": empty, "tokenizer.json": "<html></html>"},
+        "half": {"model.safetensors": empty, "tokenizer.json": '{"model": '},
     }
     for name, files in added.items():
         (tmp_path / name).mkdir()
