@@ -89,6 +89,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "{cut}"), "model-2.safetensors is not a valid safetensors file ("),
     (("serve", "{wordless}"), "has no tokenizer.json; name another tokenizer with --tokenizer"),
     (("serve", "{page}"), "tokenizer.json is damaged or cut off; download it again"),
+    (("serve", "{words}"), "tokenizer.json is a pointer of Git LFS"),
     (("serve", "{half}"), "tokenizer.json is damaged or cut off; download it again"),
     (("serve", DEMO, "--allowed-origins", "chat.example.com"), "'chat.example.com' is no origin, which is SCHEME://"),
     (("serve", DEMO, "--allowed-origins", "https://a.com/"), "'https://a.com/' is no origin, which is SCHEME://HOST"),
@@ -213,6 +214,7 @@ def incomplete_models(tmp_path: Path) -> dict[str, str]:
         "cut": {"model-1.safetensors": empty, "model-2.safetensors": empty[:-1], INDEX: index},
         "wordless": {"model.safetensors": empty},
         "page": {"model.safetensors": empty, "tokenizer.json": "<html></html>"},
+        "words": {"model.safetensors": empty, "tokenizer.json": pointer},
         "half": {"model.safetensors": empty, "tokenizer.json": '{"model": '},
     }
     for name, files in added.items():
