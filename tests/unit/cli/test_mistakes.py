@@ -249,13 +249,17 @@ def test_mistake_is_answered_in_one_line_without_starting_a_process(
     assert started == []
 
 
-def test_mistake_in_a_process_of_its_own_imports_no_package_of_workers() -> None:
+@pytest.mark.parametrize("command", [("serve", DEMO, "--tensor-parallel-size", "3"), ("convert", "cut.gguf")])
+def test_mistake_in_a_process_of_its_own_imports_no_package_of_workers(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
     code = (
         "import sys; from services.cli.app import run\n"
-        f"status = run(['serve', {DEMO!r}, '--tensor-parallel-size', '3'])\n"
+        f"status = run({[*command]})\n"
         "print(status, {'torch', 'numba', 'safetensors'} & {*sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "set()"]
 
 
