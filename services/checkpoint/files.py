@@ -1,6 +1,5 @@
 """Files of a checkpoint, and the names of those with its weights. For a GGUF file they are made from its metadata."""
 
-import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -39,10 +38,14 @@ def read_text(checkpoint: Path, name: str) -> str | None:
 
 
 def _check_pointer(path: Path) -> None:
-    """Raises: CheckpointError, if Git has not downloaded the content of a file"""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        if file.read(len(_POINTER)) == _POINTER:
-            raise CheckpointError(f"{path} is a pointer of Git LFS, not the file; run `git lfs pull` in its directory")
+    """Raises: CheckpointError, if a file cannot be read, or Git has not downloaded its content"""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_POINTER)) == _POINTER
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if is_pointer:
+        raise CheckpointError(f"{path} is a pointer of Git LFS, not the file; run `git lfs pull` in its directory")
 
 
 def text_digest(text: str) -> str:

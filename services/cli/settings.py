@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, get_args
+from typing import Annotated, Any, Generic, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -159,10 +159,10 @@ def from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, o
         name = str(key).replace("-", "_")
         if name in found:
             raise ConfigurationError(f"{file}: {key} is given twice")
-        kind = fields[name].annotation
-        if isinstance(value, bool) and bool not in (kind, *get_args(kind)):  # as a number it would be 1 or 0
+        if isinstance(value, bool) and not is_switch(fields[name]):  # as a number it would be 1 or 0
             raise ConfigurationError(
-                f"{file}: {key} is {str(value).lower()}, and this setting is no switch; give its value"
+                f"{file}: {key} is {str(value).lower()}, and this setting is no switch; give its value, "
+                f"{type_name(fields[name])}"
             )
         found[name] = value
     return found

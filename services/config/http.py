@@ -83,7 +83,7 @@ class HttpConfig(ServiceConfig):
     @classmethod
     def _check_origins(cls, origins: list[str]) -> list[str]:
         for origin in origins:
-            if origin not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            if origin not in ("*", "null", "file://") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
                 raise ValueError(
                     f"{origin!r} is no origin, which is SCHEME://HOST[:PORT], such as https://chat.example.com"
                 )

@@ -1,5 +1,6 @@
 """Anthropic's library for Python."""
 
+import logging
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -49,6 +50,28 @@ def test_a_tool_is_called_and_its_result_is_answered(client: Anthropic, server: 
     turn = [*MESSAGES, {"role": "assistant", "content": whole.content}, result]
     answered = client.messages.create(messages=turn, tool_choice={"type": "none"}, **request | {"max_tokens": 8})
     assert answered.content[0].type == "text"
+
+
+def test_the_tool_runner_goes_on_without_threads(
+    client: Anthropic, server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It asks for a thread first, and sends the whole conversation once that is refused."""
+    cities = []
+
+    @anthropic.beta_tool
+    def get_weather(city: typing.Literal["Paris", "Rome"]) -> str:
+        """Returns the weather of a city."""
+        cities.append(city)
+        return "sunny"
+
+    caplog.set_level(logging.INFO, "anthropic")
+    request: Any = {"model": server.model, "messages": MESSAGES, "max_tokens": 256, "tool_choice": ONE}
+    answers = [*client.beta.messages.tool_runner(tools=[get_weather], max_iterations=2, **request)]
+    assert [answer.stop_reason for answer in answers] == ["tool_use"] * 2
+    assert len(cities) == 2
+    first, second = (answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) for answer in answers)
+    assert first < second, "the whole conversation"
+    assert caplog.text.count("continuing without a thread: unsupported=thread") == 1
 
 
 def test_structured_output_is_parsed(client: Anthropic, server: RunningServer) -> None:

@@ -199,6 +199,19 @@ def test_second_sigterm_ends_open_requests() -> None:
         scheduler.wait_aborted(number)
 
 
+def test_a_frontend_that_drains_does_not_wait_for_a_scheduler_that_was_stopped_as_well() -> None:
+    with scripted(recovery_timeout_seconds=600.0) as (frontend, scheduler):
+        asked = frontend.post_later(COMPLETIONS, {"prompt": "x"})
+        scheduler.request()
+        scheduler.send(replace(READY, phase=EnginePhase.DRAINING))
+        wait_until(lambda: not frontend.ready(), "the state has arrived")
+        frontend.signal()
+        wait_until(lambda: "draining: 1 open" in frontend.log, "it drains")
+        scheduler.close()
+        assert frontend.wait() == 0
+        assert asked.result(PATIENCE).status_code == 503
+
+
 def test_refused_handshake_ends_the_frontend_with_the_reason() -> None:
     patch = "from protocol.transport import client; client.PROTOCOL_VERSION = (99, 0)"
     with scripted(patch, state=LOADING) as (frontend, _):

@@ -23,6 +23,7 @@ from tests.unit.cli.command import run_command
 DEMO = str(DEMO_MODEL)
 SIM = ("serve", "--backend", "sim", "--sim-vocab-size", "100")
 LEAVES = "is not on this machine alone, and what is published is not encrypted; set --insecure-transport"
+INDEX = "model.safetensors.index.json"
 DRAFTER = '{"method": "eagle", "model": "/no/such", "num_speculative_tokens": 2}'
 
 
@@ -83,9 +84,13 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "{weightless}"), "has no safetensors files; convert its .bin files"),
     (("serve", "{incomplete}"), "has no model-2.safetensors, which its index names; download the model again"),
     (("serve", "{pointer}"), "model.safetensors is a pointer of Git LFS, not the file; run `git lfs pull` in its"),
-    (("serve", "{cut}"), "model.safetensors is not a valid safetensors file ("),
+    (("serve", "{pointers}"), "model-2.safetensors is a pointer of Git LFS"),
+    (("serve", "{unread}"), "model.safetensors cannot be read: Is a directory"),
+    (("serve", "{cut}"), "model-2.safetensors is not a valid safetensors file ("),
     (("serve", "{wordless}"), "has no tokenizer.json; name another tokenizer with --tokenizer"),
     (("serve", "{page}"), "tokenizer.json is damaged or cut off; download it again"),
+    (("serve", "{words}"), "tokenizer.json is a pointer of Git LFS"),
+    (("serve", "{half}"), "tokenizer.json is damaged or cut off; download it again"),
     (("serve", DEMO, "--allowed-origins", "chat.example.com"), "'chat.example.com' is no origin, which is SCHEME://"),
     (("serve", DEMO, "--allowed-origins", "https://a.com/"), "'https://a.com/' is no origin, which is SCHEME://HOST"),
     (("serve", DEMO, "--allowed-hosts", "https://a.com"), "'https://a.com' is no host name such as llm.example.com"),
@@ -202,17 +207,22 @@ def incomplete_models(tmp_path: Path) -> dict[str, str]:
     index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
     added = {
         "weightless": {"tokenizer.json": "{}", "pytorch_model.bin": ""},
-        "incomplete": {"model-1.safetensors": "", "model.safetensors.index.json": index},
+        "incomplete": {"model-1.safetensors": "", INDEX: index},
         "pointer": {"model.safetensors": pointer},
-        "cut": {"model.safetensors": empty[:-1]},
+        "pointers": {"model-1.safetensors": empty, "model-2.safetensors": pointer, INDEX: index},
+        "unread": {},
+        "cut": {"model-1.safetensors": empty, "model-2.safetensors": empty[:-1], INDEX: index},
         "wordless": {"model.safetensors": empty},
         "page": {"model.safetensors": empty, "tokenizer.json": "<html></html>"},
+        "words": {"model.safetensors": empty, "tokenizer.json": pointer},
+        "half": {"model.safetensors": empty, "tokenizer.json": '{"model": '},
     }
     for name, files in added.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
         for file, text in files.items():
             (tmp_path / name / file).write_text(text)
+    (tmp_path / "unread" / "model.safetensors").mkdir()  # an error that root gets, too
     return {name: str(tmp_path / name) for name in added}
 
 
@@ -239,13 +249,17 @@ def test_mistake_is_answered_in_one_line_without_starting_a_process(
     assert started == []
 
 
-def test_mistake_in_a_process_of_its_own_imports_no_package_of_workers() -> None:
+@pytest.mark.parametrize("command", [("serve", DEMO, "--tensor-parallel-size", "3"), ("convert", "cut.gguf")])
+def test_mistake_in_a_process_of_its_own_imports_no_package_of_workers(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
     code = (
         "import sys; from services.cli.app import run\n"
-        f"status = run(['serve', {DEMO!r}, '--tensor-parallel-size', '3'])\n"
+        f"status = run({[*command]})\n"
         "print(status, {'torch', 'numba', 'safetensors'} & {*sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "set()"]
 
 

@@ -32,6 +32,22 @@ def test_keys_of_a_file_may_be_kebab_case_or_snake_case(tmp_path: Path, key: str
     assert merge(SchedulerConfig, {}, written(tmp_path, f"{key}: 7\n"), {}).config.max_num_seqs == 7
 
 
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "enable_auto_tool_choice", "enable_admin_routes"])
+def test_switches_of_a_file_are_yes_or_no(tmp_path: Path, name: str) -> None:
+    for text, value in {"yes": True, "off": False}.items():
+        assert getattr(merge(ServeConfig, {}, written(tmp_path, f"{name}: {text}\n"), {}).config, name) is value
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("log-level: off", "debug|info|warning|error"), ("port: yes", "INTEGER"), ("quantization: no", "TEXT")],
+)
+def test_yes_or_no_for_a_setting_that_is_no_switch_is_refused(tmp_path: Path, text: str, values: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        merge(ServeConfig, {}, written(tmp_path, text), {})
+    assert str(refused.value).endswith(f"this setting is no switch; give its value, {values}")
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import pytest
+
 from services.frontend.anthropic import conversation as anthropic
+from services.frontend.anthropic.answers import complete_part
 from services.frontend.anthropic.schemas import MessagesRequest
 from services.frontend.openai.prompts.conversation import num_chars
 from services.frontend.openai.schemas.requests import ChatRequest, SampledRequest
@@ -65,3 +68,11 @@ def test_refusal_of_another_model_is_text() -> None:
     chat = ChatRequest.model_validate({"messages": [said]})
     assert chat.messages[0].plain() == {"role": "assistant", "content": "I cannot."}
     assert num_chars(chat) == len("I cannot.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [(b"", b"{}"), (b'{"a": [1, NaN], "b', b'{"a":[1,null]}'), (b'{"a": "\\ud83d", "b": 1', b"{}")],
+)
+def test_part_of_a_call_that_was_cut_off_is_valid_json(arguments: bytes, part: bytes) -> None:
+    assert complete_part(arguments) == part

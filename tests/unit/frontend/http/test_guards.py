@@ -157,10 +157,10 @@ async def test_too_many_headers_are_refused() -> None:
 
 
 async def test_only_allowed_hosts_are_answered_but_probes_always() -> None:
-    async with guarded([], allowed_hosts=["llm.example.com", "*.inner"]) as client:
+    async with guarded([], allowed_hosts=["llm.example.com", "*.inner", "[fd00::1]"]) as client:
         for host, status in {
             "llm.example.com": 200, "LLM.example.com:8000": 200, "a.inner": 200, "inner": 400, "evil.com": 400,
-            "xllm.example.com": 400, "[::1]:8000": 400,
+            "xllm.example.com": 400, "[::1]:8000": 400, "[fd00::1]:8000": 200,
         }.items():  # fmt: skip
             response = await client.post("/v1/completions", headers={"host": host})
             assert response.status_code == status, host
@@ -199,8 +199,9 @@ async def test_root_path_and_a_slash_at_the_end_may_be_given_or_not() -> None:
 
 async def test_pages_of_allowed_origins_pass_and_preflight_needs_no_key() -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    async with guarded(["right"], allowed_origins=['["https://chat.example.com"]']) as client:
-        for origin, status in {"https://chat.example.com": 200, "https://evil.com": 400}.items():
+    origins = dict.fromkeys(("https://chat.example.com", "http://[::1]:3000", "app://here", "file://", "null"), 200)
+    async with guarded(["right"], allowed_origins=[*origins]) as client:
+        for origin, status in {**origins, "https://evil.com": 400}.items():
             response = await client.options("/v1/completions", headers={"origin": origin, **asked})
             assert response.status_code == status
             allowed = response.headers.get("access-control-allow-origin")
@@ -208,7 +209,10 @@ async def test_pages_of_allowed_origins_pass_and_preflight_needs_no_key() -> Non
         refused = await client.get("/v1/models", headers={"origin": "https://chat.example.com"})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://chat.example.com"
-        assert "x-request-id" in refused.headers["access-control-expose-headers"]
+        assert {"x-request-id", "request-id"} <= {*refused.headers["access-control-expose-headers"].split(", ")}
+    async with guarded(["right"], allowed_origins=["*"]) as client:
+        refused = await client.get("/v1/models", headers={"origin": "https://evil.com"})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "*")
 
 
 async def test_without_allowed_origins_no_page_may_read_an_answer_or_post_without_preflight() -> None:
