@@ -116,6 +116,14 @@ def test_configuration_is_that_of_the_model(tmp_path: Path) -> None:
     assert (hf_config(header)["is_causal"], hf_config(embedding)["is_causal"]) == (True, False)
 
 
+def test_llama4_of_128_experts_has_no_norms_of_heads_and_each_its_chunks(tmp_path: Path) -> None:
+    header = read_header(gguf_models.write(tmp_path / "model.gguf", "llama4", "F32").path)
+    changes = {"llama4.expert_count": 128, "llama4.attention.sliding_window": 64}
+    plain, changed = hf_config(header), hf_config(replace(header, metadata={**header.metadata, **changes}))
+    assert (plain["use_qk_norm"], plain["attention_chunk_size"]) == (True, 8192)
+    assert (changed["use_qk_norm"], changed["attention_chunk_size"]) == (False, 64)
+
+
 def test_convert_prints_the_directory_and_says_what_it_has_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
