@@ -17,8 +17,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         random_model, "llama", **DEEP, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=24
     ),
     "qwen3": partial(random_model, "qwen3", **DEEP, head_dim=32),
-    "gemma3": VARIANTS["gemma3"],
-    "gpt-oss": VARIANTS["gpt-oss"],
+    "gemma3": partial(VARIANTS["gemma3"], num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
+    "gpt-oss": partial(VARIANTS["gpt-oss"], num_hidden_layers=5),
     "llama4": partial(VARIANTS["llama4"], num_hidden_layers=5, moe_layers=[1, 2, 4], no_rope_layers=[1, 0, 1, 0, 1]),
 }
 UNEQUAL: dict[str, Callable[[], PreTrainedModel]] = {

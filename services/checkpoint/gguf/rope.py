@@ -9,7 +9,7 @@ from services.checkpoint.errors import CheckpointError
 from services.checkpoint.gguf.header import GgufHeader
 from services.checkpoint.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
-_LLAMA3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Parameters of all published models of this kind. A file contains only the factors that are computed from them."""
 _TOLERANCE = 1e-3
 

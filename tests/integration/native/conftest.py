@@ -107,7 +107,7 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
     "llama4": partial(
         random_model, "llama4_text",
         **{**SMALL, "intermediate_size": 40}, **TOKENS, head_dim=24, intermediate_size_mlp=104, num_local_experts=4,
-        num_experts_per_tok=2, moe_layers=[1, 2], no_rope_layers=[1, 0, 1], rope_parameters=LLAMA3,
+        num_experts_per_tok=2, moe_layers=[1, 2], no_rope_layers=[1, 0, 1], rope_parameters=YARN,
     ),
 }  # fmt: skip
 

@@ -146,12 +146,16 @@ def test_context_longer_than_the_model(copy: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"attention_chunk_size": 20}, {"floor_scale": 21}, {"attention_chunk_size": 30, "floor_scale": 21}],
+    [
+        {"attention_chunk_size": 20},
+        {"floor_scale": 21, "no_rope_layers": [], "no_rope_layer_interval": 2},
+        {"attention_chunk_size": 30, "floor_scale": 21},
+    ],
     ids=str,
 )
 @torch.no_grad()
 def test_the_context_of_llama4_ends_before_its_attention_changes(
-    make_family: Callable[[str], Family], tmp_path: Path, changes: dict[str, int]
+    make_family: Callable[[str], Family], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     family, ids = make_family("llama4"), torch.arange(3, 43)[None]
     path = Path(shutil.copytree(family.path, tmp_path / "model"))
@@ -162,6 +166,8 @@ def test_the_context_of_llama4_ends_before_its_attention_changes(
     assert ModelConfig.from_checkpoint(path).max_position == 20
     text = refusal(path, max_model_len=21)
     assert "21 is more than the 20 positions before attention_chunk_size and floor_scale change the attention" in text
+    edit_config(path, no_rope_layers=[1] * 3, layer_types=["full_attention"] * 3)  # it never changes
+    assert ModelConfig.from_checkpoint(path).max_position == 256
 
 
 def test_cache_too_small_for_a_block(copy: Path) -> None:

@@ -13,6 +13,7 @@ from services.checkpoint.gguf.config import hf_config
 from services.checkpoint.gguf.tensor_types import TENSOR_TYPES
 from services.cli.app import run
 from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.loading import has_blocks
 from services.worker.runner import LoadError
 from services.worker.weights import model_digest, open_checkpoint
 from services.worker.weights.conversion import convert
@@ -34,8 +35,10 @@ def test_logits_and_greedy_tokens(kind: str, name: str, tmp_path: Path) -> None:
     driver.generate([request], STEPS)
     tokens, logits = family.reference(PROMPT, STEPS, request.output)
     assert request.output == tokens
+    quantised = has_blocks(open_checkpoint(family.path), ModelConfig.from_checkpoint(family.path))
+    assert quantised == (kind not in ("F32", "F16", "BF16"))
     # Activations are rounded to whole numbers before they are multiplied with quantised weights
-    close = 2e-3 if kind in ("F32", "F16", "BF16") else 1e-2
+    close = 1e-2 if quantised else 2e-3
     torch.testing.assert_close(torch.cat(driver.logits), logits, atol=close, rtol=1e-4)
     driver.runner.shutdown()
 
@@ -111,6 +114,14 @@ def test_configuration_is_that_of_the_model(tmp_path: Path) -> None:
     header = read_header(family.path)
     embedding = replace(header, metadata={**header.metadata, "llama.attention.causal": False})
     assert (hf_config(header)["is_causal"], hf_config(embedding)["is_causal"]) == (True, False)
+
+
+def test_llama4_of_128_experts_has_no_norms_of_heads_and_each_its_chunks(tmp_path: Path) -> None:
+    header = read_header(gguf_models.write(tmp_path / "model.gguf", "llama4", "F32").path)
+    changes = {"llama4.expert_count": 128, "llama4.attention.sliding_window": 64}
+    plain, changed = hf_config(header), hf_config(replace(header, metadata={**header.metadata, **changes}))
+    assert (plain["use_qk_norm"], plain["attention_chunk_size"]) == (True, 8192)
+    assert (changed["use_qk_norm"], changed["attention_chunk_size"]) == (False, 64)
 
 
 def test_convert_prints_the_directory_and_says_what_it_has_written(

@@ -40,12 +40,15 @@ def test_every_implementation_counts_a_tied_head_once(caplog: pytest.LogCaptureF
 
 
 def test_memory_of_experts_beside_a_shared_one_and_dense_layers(make_family: Callable[[str], Family]) -> None:
-    family, shards = make_family("llama4"), [Shard(rank, 2, 0, 1) for rank in range(2)]
+    family = make_family("llama4")
+    shards = Shard(), *(Shard(rank, 2, 0, 1) for rank in range(2)), *(Shard(0, 1, stage, 2) for stage in range(2))
     config = WorkerConfig(model=str(family.path), dtype="float32")
     sizes = {name: p.numel() for name, p in family.model.named_parameters() if p.ndim > 1 and "router" not in name}
     whole = ModelConfig.from_checkpoint(family.path)
-    one, *two = (
-        rank_memory(config, family.path, ModelPart.from_shard(whole, shard), 16).weights for shard in (Shard(), *shards)
-    )
-    assert one == 4 * sum(sizes.values())
-    assert sum(two) == one + 2 * 4 * whole.hidden_size  # 211 token ids, padded, in the embedding and the head
+    one, *parts = (rank_memory(config, family.path, ModelPart.from_shard(whole, shard), 16) for shard in shards)
+    assert one.weights == 4 * sum(sizes.values())
+    # 211 token ids, padded, in the embedding and the head
+    assert sum(rank.weights for rank in parts[:2]) == one.weights + 2 * 4 * whole.hidden_size
+    assert sum(stage.weights for stage in parts[2:]) == one.weights
+    read = {name: size / 2 if ".experts." in name else size for name, size in sizes.items() if "embed" not in name}
+    assert one.per_token == sum(stage.per_token for stage in parts[2:]) == 4 * sum(read.values())

@@ -30,14 +30,16 @@ NAMES = TensorNames(
 def configure(config: ConfigReader, model: ModelConfig) -> ModelConfig:
     rotated = smollm3.rotated(config, model.num_layers)
     rope = replace(read_rope(config, model.head_dim), neighbours=True)
-    exact = _exact_positions(config, rotated)
+    exact, normed = _exact_positions(config, rotated), config.flag("use_qk_norm")
+    if normed:
+        rope = replace(rope, attention_factor=1.0)  # the norm follows the rotation, and removes its amplitude
     return replace(
         llama.with_biases(config, model),
         names=NAMES,
         mlp_bias=False,
         intermediate_size=config.size("intermediate_size_mlp"),
         ropes=tuple(rope if turns else None for turns in rotated),
-        norms_rotated_heads=config.flag("use_qk_norm"),
+        norms_rotated_heads=normed,
         experts=_experts(config, model),
         max_position=exact,
         positions=model.positions if exact == model.max_position else BEFORE,
