@@ -38,6 +38,7 @@ def test_a_run_in_whose_time_no_test_has_run_fails(tmp_path: Path):
     file.write_text(
         "import threading\n"
         "next(thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)).function()\n"
+        "while True: pass  # until the interpreter sees the signal\n"
     )
     command = [sys.executable, "-m", "tests.quick", "--share", str(file)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)

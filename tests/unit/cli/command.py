@@ -17,8 +17,8 @@ class Done(NamedTuple):
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> Done:
-    """Run a command in this process. For commands that do not start a service."""
-    with mock.patch.dict(os.environ, {"COLUMNS": "200"}):
+    """Run a command in this process, whose log stays as it is. For commands that do not start a service."""
+    with mock.patch.dict(os.environ, {"COLUMNS": "200"}), mock.patch("services.cli.logs.configure"):
         status = run(list(arguments))
     return Done(status, *capsys.readouterr())
 
