@@ -111,6 +111,7 @@ class EndInTime:
 def run_share(tests: list[str]) -> int:
     """Run test files in this process until the time is over."""
     limit = EndInTime()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background command ignores it
     timer = threading.Timer(SECONDS, limit.interrupt)
     timer.start()
     status = pytest.main(["--exitfirst", "--no-header", "-p", "no:cacheprovider", *tests], plugins=[limit])
