@@ -326,9 +326,9 @@ class Service:
             self._next_check = now + CHECK_INTERVAL
             self.group.check(now)
             self._act()
-        if not self._draining:
-            self.group.release_stopped(now, self._is_idle)
-            self._act()
+            if not self._draining:
+                self.group.release_stopped(now, self._is_idle)
+                self._act()
 
     def _act(self) -> None:
         """Carry out the group's actions."""
