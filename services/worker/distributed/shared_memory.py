@@ -26,7 +26,7 @@ import torch
 
 from services.worker.runner import RanksLost
 
-CAPACITY = 1 << 22
+CAPACITY = 1 << 23
 """Maximum size of a message, bytes. The system allocates only pages that are written."""
 _LINE = 64
 _AREA = _LINE + 2 * CAPACITY

@@ -184,7 +184,7 @@ def test_the_probe_finds_a_placeholder() -> None:
 Make = Callable[[str], Family]
 
 
-def test_bfloat16_logprobs_are_of_its_own_logits(make_family: Make) -> None:
+def test_bfloat16_logprobs_are_of_its_own_logits_which_are_float32(make_family: Make) -> None:
     driver = RunnerDriver(make_family("qwen3").path, dtype="bfloat16")
     request = driver.add(PROMPT, wanted(logprobs=2))
     driver.generate([request], 5)
@@ -192,3 +192,4 @@ def test_bfloat16_logprobs_are_of_its_own_logits(make_family: Make) -> None:
         row = driver.logits[step][0].log_softmax(-1)
         assert at == len(PROMPT) + step
         np.testing.assert_allclose(score.values, row[score.ids], atol=1e-5, rtol=0)
+        assert not torch.equal(driver.logits[step].bfloat16().float(), driver.logits[step])

@@ -34,6 +34,8 @@ def test_linear(implementation: str, dtype: torch.dtype, shape: tuple[int, int])
             expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
             close = {"atol": 1e-4, "rtol": 1e-5} if dtype == F32 else {"atol": 0.1, "rtol": 0.02}
             torch.testing.assert_close(result.float(), expected, **close)
+            exact = linear(x, torch.full((rows, shape[0]), torch.nan))
+            torch.testing.assert_close(exact, expected, atol=1e-4, rtol=1e-5)
 
 
 @every_implementation

@@ -45,7 +45,7 @@ def epoch_memory(
         "block table": 4 * slots * blocks,
         # Logits before sampling changes them, for log-probabilities.
         "raw logits": 4 * sampled * vocab,
-        # In float32, of one slice and of the slice before; with activations of another dtype in that, too.
+        # In float32, of one slice and of the slice before; CUDA's products return the dtype of the activations first.
         "prompt log-probabilities": (8 + (itemsize if itemsize < 4 else 0)) * prompt_rows * vocab,
         # Sums of every slot, results, and the hidden states of a step: in the activations' dtype and in float32.
         "embeddings": 4 * (1 + _RESULTS_IN_FLIGHT) * slots * hidden + (itemsize + 4) * tokens * hidden,

@@ -47,8 +47,8 @@ class PanelProduct(Linear):
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         panels = self._panels
         addresses = x.data_ptr(), panels.memory.data_ptr(), self._starts.data_ptr(), out.data_ptr()
-        values = (*addresses, len(x), panels.inputs, panels.outputs, out.stride(0), *self._more)
-        self._launcher.launch(self._kernel, x, values, self._blocks, self._chunk, "rows")
+        sizes = len(x), panels.inputs, panels.outputs, out.stride(0), out.element_size()
+        self._launcher.launch(self._kernel, x, (*addresses, *sizes, *self._more), self._blocks, self._chunk, "rows")
         return out
 
 

@@ -36,6 +36,9 @@ class CudaLinear(Linear):
         self._bias = bias if bias is None else device.keep(bias).to(activations)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Outputs in float32 are rounded to the dtype of the activations, as cuBLAS returns them."""
+        if out.dtype != x.dtype:
+            return out.copy_(self(x, out.to(x.dtype)))
         if self._bias is None:
             return torch.mm(x, self._transposed, out=out)
         return torch.addmm(self._bias, x, self._transposed, out=out)

@@ -21,14 +21,15 @@ class Linear:
         self.num_bytes = self._weight.nbytes
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Map activations[rows, in] to activations[rows, out].
+        """Map activations[rows, in] to [rows, out], in the dtype of the activations or in float32.
 
         Returns: `out`.
         """
-        weight = self._weight
+        weight, kind = self._weight, out.dtype
         if isinstance(weight, QuantizedWeight):
             weight = weight.dequantized().to(self._activations)
-        return out.copy_(functional.linear(x, weight, self._bias))
+        bias = self._bias if self._bias is None else self._bias.to(kind)
+        return out.copy_(functional.linear(x.to(kind), weight.to(kind), bias))
 
 
 class EmbeddingTable:

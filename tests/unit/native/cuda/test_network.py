@@ -97,6 +97,7 @@ def test_linear_and_tied_head(make: KernelMaker, dtype: torch.dtype) -> None:
             result = wanted(x, out)
             assert result.data_ptr() == out.data_ptr()
             torch.testing.assert_close(result, expected, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=1e-3)
+            assert torch.equal(wanted(x, torch.empty(rows, 96)), result.float())
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

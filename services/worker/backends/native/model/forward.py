@@ -57,9 +57,7 @@ class ForwardBuffers(Buffers):
         self.final = self._rows("sampled", hidden)
         self.final_normed = self._rows("sampled", hidden, dtype=kind)
         logits = model.part.vocabulary_width if model.part.is_last else 1
-        self.logits = self._rows("sampled", logits, dtype=kind)
-        converts = model.part.is_last and model.part.shard.tensor_parallel_size == 1 and kind != torch.float32
-        self.float32_logits = self._rows("sampled", logits) if converts else None
+        self.logits = self._rows("sampled", logits)
 
     @property
     def batch(self) -> BatchTensors:
@@ -212,11 +210,7 @@ class ForwardPass:
             network.norm(b.residual, None, model.final_norm, eps, b.taps[self._taps.index(FINAL)])
         network.gather(b.sampled, b.residual, b.final)
         network.norm(b.final, None, model.head_norm, eps, b.final_normed)
-        logits = model.head(b.final_normed, b.logits)
-        if b.float32_logits is None:
-            return logits
-        network.copy(logits, b.float32_logits)
-        return b.float32_logits
+        return model.head(b.final_normed, b.logits)
 
     def _mlp(self, mlp: Mlp | Experts, b: ForwardBuffers) -> torch.Tensor:
         if isinstance(mlp, Experts):
@@ -257,7 +251,7 @@ class ForwardPass:
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:
         width = self._model.part.vocabulary_width
-        return self._model.head(states, torch.empty(len(states), width, dtype=states.dtype, device=states.device))
+        return self._model.head(states, torch.empty(len(states), width, device=states.device))
 
     def _whole_logits(self, own: torch.Tensor) -> torch.Tensor | None:
         """float32[rows, vocab] on the first rank of the last stage, gathered from the shares of all ranks."""
@@ -266,8 +260,8 @@ class ForwardPass:
             return torch.empty(0, vocab, device=own.device) if team.is_first else None
         parts = team.gather(own)
         if len(parts) == 1:
-            return parts[0].float()
-        return torch.cat(parts, 1)[:, :vocab].float().contiguous() if parts else None
+            return parts[0]
+        return torch.cat(parts, 1)[:, :vocab].contiguous() if parts else None
 
 
 def most_rows(assignment: Assignment, tile: int) -> dict[str, int]:

@@ -37,6 +37,8 @@ STEP_BYTES = 16 * WORDS
 """Bytes of the weights of a step of a panel."""
 WIDTH = 2 * simd.LANES
 """Outputs that are stored together."""
+SPARE = 4 * WIDTH
+"""Bytes of memory that `store_outputs` writes to."""
 _HALVES = ir.VectorType(I16, 32)
 
 
@@ -168,15 +170,18 @@ def copy_padded(source, rows, inputs, target, padded):  # type: ignore[no-untype
 
 
 @njit(inline="always")
-def store_outputs(out, number, value0, value1, spare):  # type: ignore[no-untyped-def]
+def store_outputs(out, size, number, value0, value1, spare):  # type: ignore[no-untyped-def]
     """Store the first `number` of `WIDTH` outputs, or all of them.
 
     Args:
-        spare: 64 bytes to write to
+        size: bytes of an output: 2 for bfloat16, 4 for float32
+        spare: `SPARE` bytes to write to; half of them for bfloat16
     """
-    if number >= WIDTH:
-        store_bf16x32(out, value0, value1)
+    place, short = out if number >= WIDTH else spare, size == 2
+    if short:
+        store_bf16x32(place, value0, value1)
     else:
-        store_bf16x32(spare, value0, value1)
-        for j in range(number):
-            simd.store_bf16(out + j * 2, simd.load_bf16(spare + j * 2))
+        simd.store_f32x16(place, value0)
+        simd.store_f32x16(place + 64, value1)
+    for j in range(number if number < WIDTH else 0):
+        simd.store1(out + j * size, simd.load1(spare + j * size, short), short)

@@ -233,18 +233,18 @@ def _multiply_decoded(
 @njit(inline="always")
 def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
     """Add the bias to sums, float32[rows, BLOCK], and store the outputs from `first` on."""
-    size = 2 if a.half else 4
+    size, short = a.out_bytes, a.out_bytes == 2
     for i in range(rows):
         for output in range(first, min(a.outputs, first + BLOCK), PANEL):
             here = sums + (i * BLOCK + output - first) * 4
             value = simd.add(simd.load_f32x16(here), simd.load_f32x16(a.bias + output * 4))
             out = a.out + ((row + i) * a.stride + output) * size
             if output + PANEL <= a.outputs:
-                simd.store16(out, value, a.half)
+                simd.store16(out, value, short)
             else:
                 simd.store_f32x16(here, value)
                 for j in range(a.outputs - output):
-                    simd.store1(out + j * size, simd.load_f32(here + j * 4), a.half)
+                    simd.store1(out + j * size, simd.load_f32(here + j * 4), short)
 
 
 def coded_product_kernel(inputs: int) -> Kernel:

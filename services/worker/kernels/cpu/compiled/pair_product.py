@@ -26,7 +26,7 @@ def write_rows(a, sums, row, rows, first, width):  # type: ignore[no-untyped-def
     """Add the bias to the sums of some rows, and store outputs `first` to `first` + `width` - 1.
 
     Args:
-        sums: float32[rows, width], and 64 bytes more
+        sums: float32[rows, width], and `bf16.SPARE` bytes more
     """
     tail = sums + rows * width * 4
     for i in range(rows):
@@ -34,8 +34,8 @@ def write_rows(a, sums, row, rows, first, width):  # type: ignore[no-untyped-def
             here, bias = sums + (i * width + some - first) * 4, a.bias + some * 4
             value0 = simd.add(simd.load_f32x16(here), simd.load_f32x16(bias))
             value1 = simd.add(simd.load_f32x16(here + 64), simd.load_f32x16(bias + 64))
-            out = a.out + ((row + i) * a.stride + some) * 2
-            bf16.store_outputs(out, a.outputs - some, value0, value1, tail)
+            out = a.out + ((row + i) * a.stride + some) * a.out_bytes
+            bf16.store_outputs(out, a.out_bytes, a.outputs - some, value0, value1, tail)
 
 
 def pair_product_kernel(inputs: int) -> Kernel:
@@ -47,7 +47,7 @@ def pair_product_kernel(inputs: int) -> Kernel:
         # Without a partner, the last input of a row is multiplied with zero weights, and must not be the next row's
         pairs, odd = (a.inputs + 1) // 2, a.inputs % 2
         step, stride = groups * GROUP * PANEL * 2, pairs * 4
-        sums_size = bf16.ROWS * BLOCK * 4 + 64
+        sums_size = bf16.ROWS * BLOCK * 4 + bf16.SPARE
         buffer = raw.allocate(64 + sums_size + (min(a.rows, CHUNK) * stride if odd else 0))
         sums = (buffer + 63) // 64 * 64
         copied = sums + sums_size

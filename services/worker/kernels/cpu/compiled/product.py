@@ -41,11 +41,12 @@ FIELDS = (
     ("x", np.int64),  # [rows, inputs] in the dtype of the activations: float32 here
     ("weight", np.int64),  # [blocks * PANELS, inputs, PANEL] here; with AVX-512 [blocks, inputs, BLOCK]
     ("bias", np.int64),  # float32[blocks * BLOCK]
-    ("out", np.int64),  # [rows, stride] in the dtype of the activations
+    ("out", np.int64),  # [rows, stride], float32, or bfloat16 if the activations are
     ("rows", np.int64),
     ("inputs", np.int64),
     ("outputs", np.int64),
     ("stride", np.int64),  # numbers from one row of `out` to the next
+    ("out_bytes", np.int64),  # of one number of `out`
 )
 """Arguments of every product; `BLOCK` is the kernel's own."""
 PRODUCT = arguments(*FIELDS)

@@ -253,7 +253,7 @@ def bits_of(builder: Any, value: Any) -> Any:
 
 @njit(inline="always")
 def load16(address, half):  # type: ignore[no-untyped-def]
-    """Load sixteen numbers: bfloat16 if `half`, which is a constant of the kernel."""
+    """Load sixteen numbers: bfloat16 if `half`."""
     return load_bf16x16(address) if half else load_f32x16(address)
 
 

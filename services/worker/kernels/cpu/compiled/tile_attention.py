@@ -160,7 +160,7 @@ def tile_attention_kernel() -> Kernel:
                         # A key with a weight of zero may turn a sum of -0 into 0, so 0 is added to all
                         even = simd.fma(simd.load_f32x16(at), inverse, zero)
                         odd = simd.fma(simd.load_f32x16(at + 64), inverse, zero)
-                        bf16.store_outputs(a.out + (to + d) * 2, a.head_dim - d, even, odd, spare)
+                        bf16.store_outputs(a.out + (to + d) * 2, 2, a.head_dim - d, even, odd, spare)
         if configured:
             amx.release()
         raw.release(memory)

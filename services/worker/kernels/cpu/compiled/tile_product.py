@@ -97,15 +97,15 @@ def _add_products(x0, x1, stride, weights, size, steps, sums, FIRST, PAIR):  # t
 
 @njit(inline="always")
 def _write(a, sums, spare, row, rows, first):  # type: ignore[no-untyped-def]
-    """Add the bias to two tiles of sums, and store outputs `first` to `first` + 31. `spare`: 64 bytes to write to."""
+    """Add the bias to two tiles of sums, and store outputs `first` to `first` + 31. `spare`: see `store_outputs`."""
     bias, number = a.bias + first * 4, a.outputs - first
     bias0, bias1 = simd.load_f32x16(bias), simd.load_f32x16(bias + 64)
-    out = a.out + (row * a.stride + first) * 2
+    out = a.out + (row * a.stride + first) * a.out_bytes
     for i in range(rows):
         value0 = simd.add(simd.load_f32x16(sums + i * 64), bias0)
         value1 = simd.add(simd.load_f32x16(sums + amx.TILE_BYTES + i * 64), bias1)
-        bf16.store_outputs(out, number, value0, value1, spare)
-        out += a.stride * 2
+        bf16.store_outputs(out, a.out_bytes, number, value0, value1, spare)
+        out += a.stride * a.out_bytes
 
 
 def block_of(coded: bool) -> int:
@@ -132,7 +132,7 @@ def tile_product_kernel(coded: bool, inputs: int) -> Kernel:
         elif few:
             span = groups
         part_bytes = (most + rows - 1) // rows * 2 * amx.TILE_BYTES
-        sums_size = BLOCK // WIDTH * part_bytes + 64
+        sums_size = BLOCK // WIDTH * part_bytes + bf16.SPARE
         buffer = raw.allocate(64 + TASK_BYTES + DECODED * IS_CODED + sums_size + most * stride * (not whole))
         place = (buffer + 63) // 64 * 64
         decoded = place + TASK_BYTES
@@ -188,7 +188,7 @@ def tile_product_kernel(coded: bool, inputs: int) -> Kernel:
                 for number in range((end - start + rows - 1) // rows):
                     row = min(start + number * rows, end - rows)
                     tiles = sums + part * part_bytes + number * 2 * amx.TILE_BYTES
-                    _write(a, tiles, sums + sums_size - 64, row, rows, block * BLOCK + part * WIDTH)
+                    _write(a, tiles, sums + sums_size - bf16.SPARE, row, rows, block * BLOCK + part * WIDTH)
         if configured:
             amx.release()
         raw.release(buffer)
