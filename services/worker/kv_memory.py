@@ -4,7 +4,7 @@ It is memory of this process, or shared memory without a file's name of a keeper
 outlives the process, too, and the next worker maps it again. Its content is a header, the table of names, the pins of
 the scheduler, and the data that the backend takes. It can be left at any byte by a process that is killed: the header
 is valid last, an entry of the table counts only while its number is set, which is written after the name and cleared
-before the name changes, and pins are written beside those of before.
+before the name changes, and pins are written beside those of before, which count until the header says otherwise.
 """
 
 import hashlib
@@ -23,7 +23,6 @@ from protocol.codec import Decoder, ProtocolError, encode, pack, unpack
 from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services import release
 from services.kv_keeper import KV_KEEPER, KeptMemory
-from services.worker.two_copies import TwoCopies
 
 log = logging.getLogger("runahead.worker")
 
@@ -34,9 +33,10 @@ SLACK = 16 * PAGE
 """Bytes for the rounding of the parts that are taken."""
 _FILLING = threading.Lock()
 """Held while a block is filled for a load, and while blocks are given away."""
-_FORMAT = 2
+_FORMAT = 3
 """Format of the memory."""
-_HEADER = np.dtype([("valid", "<u8"), ("identity", "V32"), ("num_blocks", "<u8"), ("size", "<u8")])
+_HEADER = np.dtype([("valid", "<u8"), ("identity", "V32"), ("num_blocks", "<u8"), ("size", "<u8"), ("pins", "<u8")])
+"""`pins`: twice the bytes of the pins, plus 0 or 1: which room they are in. It changes in one write."""
 _PINS = Decoder[KeepPins](KeepPins)
 
 
@@ -171,8 +171,8 @@ class KVMemory:
         self.names: BlockNames | None = None
         """None: no cache, or one of a backend that keeps none."""
         self._pins: KeepPins | None = None
-        self._kept_pins: TwoCopies | None = None
-        """The pins in the memory; None: there is no cache."""
+        self._pin_rooms: NDArray[np.uint8] | None = None
+        """uint8[2, bytes]: one for the pins, one for the next ones; None: there is no cache."""
         self.content = ""
         """Everything that the content of a block depends on beside tokens and the values of the weights, set by the
         backend when it has loaded; "": blocks are not in this memory."""
@@ -240,20 +240,25 @@ class KVMemory:
     @property
     def pins(self) -> KeepPins | None:
         """Pins of the scheduler, for the next one."""
-        if self._pins is None and self._kept_pins is not None and (frame := self._kept_pins.read()):
-            with suppress(ProtocolError):
-                self._pins = _PINS.decode(frame)
+        if self._pins is None and self._map is not None and self._pin_rooms is not None:
+            size, room = divmod(int(self._header(self._map)["pins"]), 2)
+            with suppress(ProtocolError):  # there are none
+                self._pins = _PINS.decode(self._pin_rooms[room, :size].tobytes())
         return self._pins
 
     @pins.setter
     def pins(self, pins: KeepPins) -> None:
         self._pins = pins
-        if self._kept_pins is not None:
-            try:
-                self._kept_pins.write(encode(pins))
-            except ValueError as error:
-                log.warning("pins do not outlive this process: there is no room: %s", error)
-                self._kept_pins.write(b"")
+        if self._map is None or self._pin_rooms is None:
+            return
+        header, frame = self._header(self._map), np.frombuffer(encode(pins), np.uint8)
+        if len(frame) > (most := self._pin_rooms.shape[1]):
+            log.warning("pins do not outlive this process: there is no room: %d bytes of at most %d", len(frame), most)
+            header["pins"] = 0
+            return
+        room = 1 - int(header["pins"]) % 2
+        self._pin_rooms[room, : len(frame)] = frame
+        header["pins"] = 2 * len(frame) + room
 
     def held(self) -> NamedBlocks | None:
         """Return the whole blocks of the cache that was found; None: there is none."""
@@ -323,7 +328,7 @@ class KVMemory:
         log.warning("the KV cache is dropped: a step may still write to it")
         if self._map is not None:
             self._header(self._map)["valid"] = 0
-        self._map, self.names, self._descriptor, self._parts, self._kept_pins = None, None, -1, [], None
+        self._map, self.names, self._descriptor, self._parts, self._pin_rooms = None, None, -1, [], None
         self._abandoned, self._keeper = self._keeper, None
 
     def _open(self, block_size: int, groups: int) -> None:
@@ -331,12 +336,12 @@ class KVMemory:
         n = int(self._header(self._map)["num_blocks"])
         numbers = np.frombuffer(self._map, np.uint64, n, PAGE)
         names = np.frombuffer(self._map, np.uint8, n * NAME_BYTES, PAGE + _up(8 * n))
-        self._kept_pins = TwoCopies(memoryview(self._map)[_data_at(n) - _pin_bytes(n) : _data_at(n)])
+        self._pin_rooms = np.frombuffer(self._map, np.uint8, _pin_bytes(n), _data_at(n) - _pin_bytes(n)).reshape(2, -1)
         self.names = BlockNames(numbers, names.reshape(n, NAME_BYTES), block_size, groups)
 
     def _free(self) -> None:
         """Give the memory back. Nobody reads the cache any more."""
-        self._map, self.names, self._parts, self._kept_pins = None, None, [], None
+        self._map, self.names, self._parts, self._pin_rooms = None, None, [], None
         if self._descriptor >= 0:
             os.ftruncate(self._descriptor, 0)
 
@@ -351,7 +356,7 @@ def _digest(identity: str) -> bytes:
 
 
 def _pin_bytes(num_blocks: int) -> int:
-    """Return the room for both copies of the pins. Those of different prefixes fit; only pages that are written take
+    """Return the bytes of both rooms for pins. Those of different prefixes fit; only pages that are written take
     memory."""
     return 2 * (_up(2 * NAME_BYTES * num_blocks) + 64 * PAGE)
 

@@ -12,7 +12,7 @@ from protocol.codec import pack
 from protocol.sampling import SamplingParams
 from protocol.steps import KeepPins, KeptPin, NewRequest, ReleaseSlots, SchedulerOutput
 from services.kv_keeper import KeptMemory
-from services.worker.kv_memory import BlockNames, KVMemory
+from services.worker.kv_memory import PAGE, BlockNames, KVMemory
 
 BLOCK_SIZE, BLOCKS, BLOCK_BYTES = 4, 8, 100
 
@@ -133,6 +133,13 @@ def test_memory_that_a_thread_may_still_write_is_given_up(kept: OneMemory) -> No
     assert KVMemory(kept).find("model", BLOCK_SIZE) == 0, "its memory is its own from now on"
 
 
+class EndingRank(KVMemory):
+    def end_at_pins(self) -> None:
+        """End when pins are written."""
+        assert self._pin_rooms is not None
+        self._pin_rooms.flags.writeable = False
+
+
 def pinned(*names: str) -> KeepPins:
     return KeepPins(1, BLOCK_SIZE, [KeptPin(name, "owner", os.urandom(NAME_BYTES)) for name in names])
 
@@ -149,14 +156,16 @@ def test_pins_that_were_written_in_part_leave_those_of_before(kept: OneMemory) -
         return memory.pins
 
     def torn(before: bytes, after: bytes) -> Iterator[bool]:
-        """Leave each part of a write, in either direction. Yield whether it was the whole one."""
-        changed = [at for at, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+        """Leave each part of a write, in either direction, the header last. Yield whether it was the whole one."""
+        changed = [at for at in range(PAGE, len(before)) if before[at] != after[at]]
         for order in (changed, changed[::-1]):
             os.pwrite(kept.descriptor, before, 0)
-            for count, at in enumerate(order, 1):
+            for at in order:
                 yield False
                 os.pwrite(kept.descriptor, after[at : at + 1], at)
-                assert count < len(order) or content() == after
+            yield False
+            os.pwrite(kept.descriptor, after[:PAGE], 0)
+            assert content() == after
             yield True
 
     memory = begun(kept)
@@ -171,11 +180,17 @@ def test_pins_that_were_written_in_part_leave_those_of_before(kept: OneMemory) -
         successor = KVMemory(kept)
         successor.find("model", BLOCK_SIZE)
         successor.pins = sets[3]
-        assert found() == sets[3], "the torn copy is the one that is written again"
+        assert found() == sets[3], "it writes to the room of the torn ones"
         os.pwrite(kept.descriptor, state, 0)
     os.pwrite(kept.descriptor, before, 0)
     begun(kept).pins = sets[3]
     assert sum(found() == sets[3] for _ in torn(before, content())) == 2
+    ending = EndingRank(kept)
+    ending.find("model", BLOCK_SIZE)
+    ending.end_at_pins()
+    with pytest.raises(ValueError, match="read-only"):
+        ending.pins = sets[0]
+    assert found() == sets[3], "the header changes after the pins"
 
 
 def test_pins_without_room_do_not_outlive_the_process(kept: OneMemory) -> None:
