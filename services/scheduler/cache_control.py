@@ -1,32 +1,47 @@
-"""Requests of administrators about the prefix cache: pins, and drops that all ranks must confirm."""
+"""Requests of administrators about the prefix cache: pins, and drops and resets that all ranks must confirm.
+
+A reset without ranks waits for the next epoch, and so does one that the ranks of an epoch have not confirmed. Blocks
+are adopted first, so that they are dropped, too.
+"""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from protocol.block_names import split_names
 from protocol.codec import ProtocolError
-from protocol.requests import CacheAction, CacheControlled, ControlCache
+from protocol.requests import CacheAction, CacheControlled, ControlCache, ResetDone, ResetPrefixCache
 from protocol.steps import BlocksLoaded, KeepPins
 from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.pins import PinRefused
 from services.scheduler.membership import Started
+from services.scheduler.tier_reports import TierReports
 
 log = logging.getLogger("runahead.scheduler")
 
 
 class CacheControl:
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
-        self._unconfirmed: dict[int, tuple[int, CacheControlled]] = {}
+    def __init__(self, config: SchedulerConfig, tiers: TierReports, on_drop: Callable[[], None]) -> None:
+        """
+        Args:
+            on_drop: called when blocks are dropped on the ranks.
+        """
+        self._config, self._tiers, self._on_drop = config, tiers, on_drop
+        self._answers: dict[int, dict[bytes, BlocksLoaded]] = {}
+        """Ticket of a load or a drop -> answers of the ranks so far."""
+        self._drops: dict[int, tuple[int, CacheControlled]] = {}
         """Ticket of a drop -> frontend, and the answer that it gets when all ranks have dropped the blocks."""
+        self._resets: dict[int, tuple[int, ResetDone]] = {}
+        """The same for resets."""
+        self._waiting: list[tuple[int, ResetPrefixCache]] = []
+        """Resets for the next epoch, with their frontends."""
 
     def handle(
         self, frontend: int, message: ControlCache, engine: EngineCore | None, started: Started | None
     ) -> CacheControlled | None:
-        """Return the answer; None: it follows with `on_dropped`.
+        """Return the answer; None: it follows with `on_loaded`.
 
         Args:
             started: the epoch in effect; None: there is none.
@@ -56,8 +71,31 @@ class CacheControl:
             return CacheControlled(message.number, str(refused))
         return self._answer(message.number, engine, started)
 
+    def reset(self, frontend: int, message: ResetPrefixCache, engine: EngineCore | None) -> None:
+        """Empty the prefix cache. The answer follows with `on_loaded`. `engine`: None: there are no ranks."""
+        if engine is None:
+            self._waiting.append((frontend, message))
+            return
+        self._on_drop()
+        ticket, done = engine.prefix_cache.reset(message.reset_running)
+        log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
+        self._resets[ticket] = (frontend, ResetDone(message.number, done))
+
+    def start_epoch(self, engine: EngineCore, started: Started) -> None:
+        """Adopt the blocks that the ranks hold, then carry out the resets that have waited."""
+        c = self._config
+        if started.held is not None and (not c.record or c.record_tokens):  # no other contains their names
+            engine.prefix_cache.adopt(started.held)
+            pool = engine.epoch.kv.pool
+            log.info("%d of %d KV blocks are adopted", len(pool.cached), pool.num_blocks)
+        waiting, self._waiting = self._waiting, []
+        for frontend, message in waiting:
+            self.reset(frontend, message, engine)
+
     def restore(self, kept: KeepPins, engine: EngineCore) -> None:
         """Go on with the pins of a scheduler that was lost. Call it before blocks are adopted."""
+        if kept.block_size != self._config.block_size:
+            return
         for pin in kept.pins:
             try:
                 self._check(engine)
@@ -80,22 +118,40 @@ class CacheControl:
         """Raises: PinRefused"""
         if message.pin:
             names = engine.prefix_cache.unpin(message.pin)
+        self._on_drop()
         ticket, count = engine.prefix_cache.drop(names)
         log.info("%d of %d blocks have left the prefix cache; tiers follow", count, len(names))
         answer = self._answer(message.number, engine, started)
-        self._unconfirmed[ticket] = (frontend, replace(answer, num_dropped=count * self._config.block_size))
+        self._drops[ticket] = (frontend, replace(answer, num_dropped=count * self._config.block_size))
 
     def _answer(self, number: int, engine: EngineCore, started: Started) -> CacheControlled:
         sizes = self._config.block_size, started.bytes_per_block, engine.epoch.kv.num_groups
         return CacheControlled(number, pins=engine.store.pins.listed(*sizes))
 
-    def on_dropped(self, report: BlocksLoaded) -> tuple[int, CacheControlled] | None:
-        """All ranks have answered. Return the answer to a frontend; None: they have filled blocks instead."""
-        return self._unconfirmed.pop(report.ticket, None)
+    def on_loaded(
+        self, rank: bytes, report: BlocksLoaded, num_ranks: int, engine: EngineCore
+    ) -> tuple[int, CacheControlled | ResetDone] | None:
+        """A rank of the epoch in effect has answered. When all have, the blocks of a load that all have filled count.
+        Return the answer to a frontend; None: there is none."""
+        answers = self._answers.setdefault(report.ticket, {})
+        answers[rank] = report
+        if len(answers) < num_ranks:
+            return None
+        ticket, count = report.ticket, min(answer.count for answer in answers.values())
+        del self._answers[ticket]
+        if (done := self._drops.pop(ticket, None) or self._resets.pop(ticket, None)) is not None:
+            return done
+        if engine.prefix_cache.on_loaded(report.epoch, ticket, count):
+            self._tiers.on_loaded(answers.values())
+        return None
 
     def end_epoch(self) -> Iterator[tuple[int, CacheControlled]]:
-        """The workers are lost. Yield the answers that nobody waits for any more."""
+        """The workers are lost. Yield the answers that nobody waits for any more. Running requests will be recomputed
+        in any case."""
+        self._answers.clear()
+        self._waiting += [(frontend, ResetPrefixCache(done.number)) for frontend, done in self._resets.values()]
+        self._resets.clear()
         lost = "the workers were lost before they had dropped all blocks; try again later"
-        for frontend, answer in self._unconfirmed.values():
+        for frontend, answer in self._drops.values():
             yield frontend, CacheControlled(answer.number, lost)
-        self._unconfirmed.clear()
+        self._drops.clear()

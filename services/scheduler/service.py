@@ -23,7 +23,6 @@ from protocol.membership import Pong, WorkerMessage
 from protocol.records import Subscribe
 from protocol.requests import (
     AbortRequest,
-    CacheAction,
     ClientMessage,
     ControlCache,
     EnginePhase,
@@ -33,7 +32,6 @@ from protocol.requests import (
     FrontendAlive,
     GenerateRequest,
     RequestOutputs,
-    ResetDone,
     ResetPrefixCache,
 )
 from protocol.silence import SIGN_INTERVAL
@@ -109,10 +107,8 @@ class Service:
         self.engine: EngineCore | None = None
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: no step may be dispatched."""
-        self._loads: dict[int, dict[bytes, BlocksLoaded]] = {}
-        """Ticket of a load -> answers of the ranks so far."""
         self._tiers = TierReports(config.block_size)
-        self._cache_control = CacheControl(config)
+        self._cache_control = CacheControl(config, self._tiers, self.group.on_drop)
         self._started: Started | None = None
         """The epoch in effect, or the last one; None: there was none."""
         self._worker_seconds = WorkerSeconds()
@@ -122,9 +118,6 @@ class Service:
         self._reported: GroupStatus | None = None
         self._next_sign = self._next_gauges = self._next_check = 0.0
         self._was_busy = False
-        self._reset_step = 0
-        """The first step after a reset of the prefix cache, until its result shows that all ranks have read the reset:
-        blocks of ranks that were lost before are not adopted. 0: they have."""
         self._subscriptions = Subscriptions(config.step_trace)
         self._cached_blocks = CachedBlockReports()
         self._listeners: tuple[CoreListener, ...] = (*make_listeners(config, incarnation), self._subscriptions)
@@ -226,15 +219,11 @@ class Service:
             case Subscribe(steps=steps, cached_blocks=cached_blocks):
                 self._subscriptions.set(client, steps)
                 self._cached_blocks.set(client, cached_blocks)
-            case ResetPrefixCache(number=number, reset_running=running):
-                done = self.engine is not None and self._reset_prefix_cache(self.engine, running)
-                log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
-                self.frontends.send_if_connected(client, ResetDone(number, done))
+            case ResetPrefixCache():
+                self._cache_control.reset(client, message, self.engine if self._ranks else None)
             case ControlCache():
                 started = self._started if self._ranks else None
                 answer = self._cache_control.handle(client, message, self.engine, started)
-                if message.action is CacheAction.DROP:
-                    self.group.on_drop()
                 if answer is not None:
                     self.frontends.send_if_connected(client, answer)
             case GenerateRequest(incarnation=other) | AbortRequest(incarnation=other) if other not in (
@@ -274,7 +263,10 @@ class Service:
             case ModelRunnerOutput():
                 self._on_result(worker, message, now)
             case BlocksLoaded():
-                self._on_loaded(worker, message)
+                if self.engine is not None and worker in self._ranks and message.epoch == self.group.epoch:
+                    done = self._cache_control.on_loaded(worker, message, len(self._ranks), self.engine)
+                    if done is not None:
+                        self.frontends.send_if_connected(*done)
             case StepReport():
                 self._subscriptions.add_times(worker, message, self.workers.clock_offset)
             case Pong():
@@ -294,26 +286,10 @@ class Service:
         if result.epoch == self.group.epoch:
             self._subscriptions.add_times(worker, result, self.workers.clock_offset)
             self._worker_seconds.add(result.times)
-            if result.step_id >= self._reset_step:
-                self._reset_step = 0
         try:
             self.engine.on_result(result)
         except UnknownResult as error:  # worker and scheduler disagree about the batch
             self.group.on_impossible_result(worker, str(error), now)
-
-    def _on_loaded(self, worker: bytes, report: BlocksLoaded) -> None:
-        """The blocks of a load that all ranks have filled count."""
-        if self.engine is None or worker not in self._ranks or report.epoch != self.group.epoch:
-            return
-        answers = self._loads.setdefault(report.ticket, {})
-        answers[worker] = report
-        if len(answers) == len(self._ranks):
-            del self._loads[report.ticket]
-            count = min(answer.count for answer in answers.values())
-            if (done := self._cache_control.on_dropped(report)) is not None:
-                self.frontends.send_if_connected(*done)
-            elif self.engine.prefix_cache.on_loaded(report.epoch, report.ticket, count):
-                self._tiers.on_loaded(answers.values())
 
     def _watch_workers(self) -> None:
         """Pass broken connections and the time to the group."""
@@ -344,7 +320,6 @@ class Service:
                     level = logging.WARNING if is_fault else logging.INFO
                     log.log(level, "epoch %d has ended: %s", number_of(epoch), reason)
                     self._ranks = []
-                    self._loads.clear()
                     self._tiers.end_epoch()
                     for frontend, answer in self._cache_control.end_epoch():
                         self.frontends.send_if_connected(frontend, answer)
@@ -380,22 +355,11 @@ class Service:
             log.info("the prefix cache is off: this model has recurrent states, which hold all tokens before")
         if (engine := self.engine) is None:
             engine = self._build_engine(started, policy)
-            if (pins := started.pins) is not None and pins.block_size == c.block_size:
-                self._cache_control.restore(pins, engine)
+            if started.pins is not None:
+                self._cache_control.restore(started.pins, engine)
         else:
             engine.start_epoch(limits, policy, started.epoch)
-        if started.held is not None and (not c.record or c.record_tokens):  # no other contains their names
-            engine.prefix_cache.adopt(started.held)
-            pool = engine.epoch.kv.pool
-            log.info("%d of %d KV blocks are adopted", len(pool.cached), pool.num_blocks)
-            if self._reset_step:
-                self._reset_prefix_cache(engine)
-
-    def _reset_prefix_cache(self, engine: EngineCore, running: bool = False) -> bool:
-        """See `PrefixCacheControl.reset`."""
-        self._reset_step = engine.epoch.next_step
-        self.group.on_drop()
-        return engine.prefix_cache.reset(running)
+        self._cache_control.start_epoch(engine, started)
 
     def _build_engine(self, started: Started, policy: BatchingPolicy) -> EngineCore:
         vocab_size, hidden_size = started.loaded.vocab_size, started.loaded.hidden_size

@@ -211,8 +211,8 @@ class WorkerGroup:
             self.losses.on_useful(epoch)
 
     def on_drop(self) -> None:
-        """Blocks of the prefix cache lose their names."""
-        self._epoch.on_drop()
+        """Blocks of the prefix cache lose their names on the ranks."""
+        self._actions += self._epoch.on_drop()
 
     def on_sign_of_life(self) -> int:
         """Return the number of the sign of life that is sent to every worker now."""
