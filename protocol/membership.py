@@ -239,6 +239,8 @@ class EndEpoch(msgspec.Struct, array_like=True, frozen=True, tag="end_epoch"):
 
     epoch: EpochId
     reason: Text = ""
+    is_fault: bool = True
+    """False: another size fits the workers better, a rank was stopped in order, or smaller steps are tried."""
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):

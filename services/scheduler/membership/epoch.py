@@ -134,12 +134,12 @@ class Epoch:
         pins = max(kept, key=lambda pins: pins.epoch, default=None)  # a rank may have been a spare since
         return Started(self.id, peers, self.limits(), loaded[0], held, kv_peers, num_bytes, pins)
 
-    def end(self, reason: str, now: float) -> list[Action]:
+    def end(self, reason: str, is_fault: bool, now: float) -> list[Action]:
         """Send all ranks that are left back to registration."""
         ranks, self.size = self._roster.ranks, None
         for member in ranks:
             self._roster.apply(member.peer, MemberEvent.END, now)
-        return [Send(m.peer, EndEpoch(self.id, reason), everywhere=True) for m in ranks]
+        return [Send(m.peer, EndEpoch(self.id, reason, is_fault), everywhere=True) for m in ranks]
 
     def _loaded(self) -> list[Loaded]:
         """In the order of ranks."""
