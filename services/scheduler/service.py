@@ -26,7 +26,6 @@ from protocol.requests import (
     ClientMessage,
     ControlCache,
     EnginePhase,
-    EngineState,
     Finish,
     FinishReason,
     FrontendAlive,
@@ -46,7 +45,7 @@ from services.scheduler.cached_blocks import CachedBlockReports
 from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.engine_state import StateReports
+from services.scheduler.engine_state import GAUGE_INTERVAL, StateReports
 from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
@@ -67,7 +66,6 @@ from services.scheduler.policies import BatchingPolicy, make_policy
 from services.scheduler.structured_output import StructuredOutput
 from services.scheduler.subscriptions import Subscriptions
 from services.scheduler.tier_reports import TierReports
-from services.scheduler.worker_seconds import WorkerSeconds
 
 log = logging.getLogger("runahead.scheduler")
 
@@ -81,8 +79,6 @@ CHECK_INTERVAL = 0.02
 """Seconds between two looks at the timeouts of workers, if nothing but results arrives from them."""
 SWITCH_INTERVAL = 1e-4
 """Seconds after which the loop lends the interpreter's lock to a thread that makes masks or compiles a grammar."""
-GAUGE_INTERVAL = 0.1
-"""Seconds between two reports of the gauges while there are requests."""
 
 
 class Service:
@@ -99,11 +95,11 @@ class Service:
         self.leases = Leases(config.scheduler_timeout_seconds)
         self._alarm = alarm
         self._leadership = Leadership(config.scheduler_timeout_seconds, time.monotonic())
-        self._structured, tokenizer = structured, structured.tokenizer
+        self._structured = structured
         self.frontends = FrontendConnections(config.client_endpoint, config.security)
         self.workers = WorkerConnections(config.worker_endpoint, config.security)
         # A tokenizer of its own is not that of the model.
-        self.group = WorkerGroup(config, incarnation, "" if config.tokenizer else tokenizer)
+        self.group = WorkerGroup(config, incarnation, "" if config.tokenizer else structured.tokenizer)
         self.engine: EngineCore | None = None
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: no step may be dispatched."""
@@ -111,13 +107,10 @@ class Service:
         self._cache_control = CacheControl(config, self._tiers, self.group.on_drop)
         self._started: Started | None = None
         """The epoch in effect, or the last one; None: there was none."""
-        self._worker_seconds = WorkerSeconds()
         self._draining = False
         self._stop_now = False
-        self._reports = StateReports(config, incarnation, tokenizer)
-        self._reported: GroupStatus | None = None
-        self._next_sign = self._next_gauges = self._next_check = 0.0
-        self._was_busy = False
+        self._reports = StateReports(config, incarnation, self.group, structured, self._tiers)
+        self._next_sign = self._next_check = 0.0
         self._subscriptions = Subscriptions(config.step_trace)
         self._cached_blocks = CachedBlockReports()
         self._listeners: tuple[CoreListener, ...] = (*make_listeners(config, incarnation), self._subscriptions)
@@ -213,7 +206,7 @@ class Service:
     def _on_client_message(self, client: int, message: Hello | ClientMessage) -> None:
         match message:
             case Hello():
-                self.frontends.send_state(client, self._state())
+                self.frontends.send_state(client, self._reports.state(self._status(), self._started, self.engine))
             case FrontendAlive():
                 self.leases.grant(client, time.monotonic())
             case Subscribe(steps=steps, cached_blocks=cached_blocks):
@@ -285,7 +278,7 @@ class Service:
         self.group.on_result(result.epoch, result.step_id, now)
         if result.epoch == self.group.epoch:
             self._subscriptions.add_times(worker, result, self.workers.clock_offset)
-            self._worker_seconds.add(result.times)
+            self._reports.worker_seconds.add(result.times)
         try:
             self.engine.on_result(result)
         except UnknownResult as error:  # worker and scheduler disagree about the batch
@@ -404,9 +397,7 @@ class Service:
                 self.frontends.send_if_connected(frontend, changes)
 
     def _send_state(self) -> None:
-        """Give the signs of life that are due, and report the engine's state if it has changed, and its gauges every
-        `GAUGE_INTERVAL` while there are requests."""
-        busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
+        """Give the signs of life that are due, with the engine's state, which may be due by itself."""
         now = time.monotonic()
         due = now >= self._next_sign
         if due:  # of its own time: reports of states that change do not put it off
@@ -417,15 +408,11 @@ class Service:
             self.workers.beat(self.group.on_sign_of_life(), self._ranks)
             for frontend in self.leases.expired(now):
                 self.frontends.forget(frontend, "it has sent no sign of life")
-        stale = (busy or self._was_busy) and (not busy or now >= self._next_gauges)
-        if due or stale or self._reported != self._status():
-            self._next_gauges = now + GAUGE_INTERVAL
+        if self._reports.is_due(now, self._status(), self.engine) or due:
             self._report_state()
-        self._was_busy = busy
 
     def _report_state(self) -> None:
-        state, self._reported = self._state(), self._status()
-        self.frontends.send_state_to_all(state)
+        self.frontends.send_state_to_all(self._reports.report(self._status(), self._started, self.engine))
 
     def _drop_frontend(self, frontend: int) -> None:
         self.leases.end(frontend)
@@ -450,19 +437,6 @@ class Service:
             return
         for client, outputs in self.engine.take_outputs():
             self.frontends.send(client, replace(outputs, incarnation=self.incarnation))
-
-    def _state(self) -> EngineState:
-        loras = self.engine.loras() if self.engine is not None else ([], [])
-        return self._reports.state(self._status(), self.group, self._started, self._stats(), *loras)
-
-    def _stats(self) -> dict[str, float]:
-        if self.engine is None:
-            return {}
-        seconds = self._worker_seconds.stats()
-        grammars = self._structured.compiler.stats() if self._structured.compiler is not None else {}
-        held = len(self.engine.epoch.kv.pool.by_hash) * (self._started.bytes_per_block if self._started else 0)
-        tiers = self._tiers.stats(held, self.engine.store.counters["prefix_cache_hits"])
-        return self.engine.stats() | seconds | self.group.stats() | grammars | tiers
 
     def _status(self) -> GroupStatus:
         """Return the status of the group, or of the drain; a change is sent to all frontends at once."""

@@ -36,6 +36,8 @@ from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS
 from services.scheduler.membership.member_states import MemberState
 from services.scheduler.membership.step_watch import FLOOR, SMALLEST, STRETCH, StepSize
 from services.scheduler.membership.timeouts import ASSIGN_TIMEOUT, LOAD_SILENCE, LOAD_STALL, RETURN_TIMEOUT
+from services.scheduler.structured_output import StructuredOutput
+from services.scheduler.tier_reports import TierReports
 
 WORKER = Register(
     "sim", "m", "host", 1, "hash", "float32", tensor_parallel_sizes=(1, 2, 4), max_pipeline_parallel_size=4
@@ -879,7 +881,8 @@ def test_engines_that_serve_a_context_with_other_factors_of_longrope_are_not_equ
         )
         *_, started = g.send("a", Ready(g.epoch))
         assert isinstance(started, Started)
-        state = StateReports(SchedulerConfig(), 1, "").state(g.status, g, started, {}, [], [])
+        reports = StateReports(SchedulerConfig(), 1, g, StructuredOutput(None, None), TierReports(16))
+        state = reports.state(g.status, started, None)
         assert state.max_model_len == 32
         return state.identity
 
