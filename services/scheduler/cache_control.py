@@ -31,10 +31,8 @@ class CacheControl:
         self._config, self._tiers, self._on_drop = config, tiers, on_drop
         self._answers: dict[int, dict[bytes, BlocksLoaded]] = {}
         """Ticket of a load or a drop -> answers of the ranks so far."""
-        self._drops: dict[int, tuple[int, CacheControlled]] = {}
+        self._unconfirmed: dict[int, tuple[int, CacheControlled | ResetDone]] = {}
         """Ticket of a drop -> frontend, and the answer that it gets when all ranks have dropped the blocks."""
-        self._resets: dict[int, tuple[int, ResetDone]] = {}
-        """The same for resets."""
         self._waiting: list[tuple[int, ResetPrefixCache]] = []
         """Resets for the next epoch, with their frontends."""
 
@@ -79,7 +77,7 @@ class CacheControl:
         self._on_drop()
         ticket, done = engine.prefix_cache.reset(message.reset_running)
         log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
-        self._resets[ticket] = (frontend, ResetDone(message.number, done))
+        self._unconfirmed[ticket] = (frontend, ResetDone(message.number, done))
 
     def start_epoch(self, engine: EngineCore, started: Started) -> None:
         """Adopt the blocks that the ranks hold, then carry out the resets that have waited."""
@@ -122,7 +120,7 @@ class CacheControl:
         ticket, count = engine.prefix_cache.drop(names)
         log.info("%d of %d blocks have left the prefix cache; tiers follow", count, len(names))
         answer = self._answer(message.number, engine, started)
-        self._drops[ticket] = (frontend, replace(answer, num_dropped=count * self._config.block_size))
+        self._unconfirmed[ticket] = (frontend, replace(answer, num_dropped=count * self._config.block_size))
 
     def _answer(self, number: int, engine: EngineCore, started: Started) -> CacheControlled:
         sizes = self._config.block_size, started.bytes_per_block, engine.epoch.kv.num_groups
@@ -137,21 +135,20 @@ class CacheControl:
         answers[rank] = report
         if len(answers) < num_ranks:
             return None
-        ticket, count = report.ticket, min(answer.count for answer in answers.values())
-        del self._answers[ticket]
-        if (done := self._drops.pop(ticket, None) or self._resets.pop(ticket, None)) is not None:
-            return done
-        if engine.prefix_cache.on_loaded(report.epoch, ticket, count):
+        del self._answers[report.ticket]
+        count, done = min(answer.count for answer in answers.values()), self._unconfirmed.pop(report.ticket, None)
+        if done is None and engine.prefix_cache.on_loaded(report.epoch, report.ticket, count):
             self._tiers.on_loaded(answers.values())
-        return None
+        return done
 
     def end_epoch(self) -> Iterator[tuple[int, CacheControlled]]:
         """The workers are lost. Yield the answers that nobody waits for any more. Running requests will be recomputed
         in any case."""
-        self._answers.clear()
-        self._waiting += [(frontend, ResetPrefixCache(done.number)) for frontend, done in self._resets.values()]
-        self._resets.clear()
         lost = "the workers were lost before they had dropped all blocks; try again later"
-        for frontend, answer in self._drops.values():
-            yield frontend, CacheControlled(answer.number, lost)
-        self._drops.clear()
+        for frontend, answer in self._unconfirmed.values():
+            if isinstance(answer, ResetDone):
+                self._waiting.append((frontend, ResetPrefixCache(answer.number)))
+            else:
+                yield frontend, CacheControlled(answer.number, lost)
+        self._unconfirmed.clear()
+        self._answers.clear()
