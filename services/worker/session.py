@@ -13,8 +13,8 @@ worker that leaves no row out (left-out row; docs/invariants.md) gets all of the
 
 Steps are executed in order, each exactly once (step order; docs/invariants.md): the next step is executed, the kept
 result of a repeated step is sent again, and a gap is a fault. Messages of another epoch, and assignments to an epoch
-that is not later than the last one (incarnation; docs/invariants.md), are ignored. A message that is not allowed in the
-current phase raises `ProtocolError` and changes nothing.
+that is not later than the last one (incarnation; docs/invariants.md), are ignored. Only a drop reaches a worker without
+an epoch, too. A message that is not allowed in the current phase raises `ProtocolError` and changes nothing.
 """
 
 from collections.abc import Callable
