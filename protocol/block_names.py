@@ -22,12 +22,10 @@ class NamedBlocks(msgspec.Struct, array_like=True, frozen=True):
     """int32[blocks]"""
     names: bytes
     """uint8[blocks, NAME_BYTES]"""
-    replaces: bool = False
-    """True: all blocks that were named before have lost their names."""
 
     @classmethod
-    def from_lists(cls, blocks: Sequence[int], names: Sequence[bytes], replaces: bool = False) -> "NamedBlocks":
-        return cls(pack(blocks), b"".join(names), replaces)
+    def from_lists(cls, blocks: Sequence[int], names: Sequence[bytes]) -> "NamedBlocks":
+        return cls(pack(blocks), b"".join(names))
 
     def pairs(self) -> list[tuple[int, bytes]]:
         """Return each block with its name, in the order of the message. Raises: ProtocolError"""

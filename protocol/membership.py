@@ -176,6 +176,8 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     """Last parts of the names of the modules that LoRA adapters may change; (): not known."""
     longrope: Name = ""
     """"short" or "long": the factors of longrope that the context length has chosen; "": the model has none."""
+    dropped_in: EpochId = 0
+    """The epoch of the last drop or reset that this rank's KV memory has had; 0: it has had none."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):
@@ -188,6 +190,8 @@ class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_ca
     """The block that the test step writes. It is not adopted."""
     whole_steps: bool = False
     """No row is left out in this epoch, whatever the workers can: all masks of a step come before the next plan."""
+    dropped_in: EpochId = 0
+    """The epoch of the last drop or reset: memory that has missed it (`Loaded.dropped_in`) loses all its names."""
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -235,6 +239,8 @@ class EndEpoch(msgspec.Struct, array_like=True, frozen=True, tag="end_epoch"):
 
     epoch: EpochId
     reason: Text = ""
+    is_fault: bool = True
+    """False: another size fits the workers better, a rank was stopped in order, or smaller steps are tried."""
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):

@@ -105,7 +105,7 @@ class FrontendAlive(msgspec.Struct, array_like=True, frozen=True, tag="frontend_
 
 
 class ResetPrefixCache(msgspec.Struct, array_like=True, frozen=True, tag="reset_prefix_cache"):
-    """Empty the prefix cache. A `ResetDone` with the same number answers."""
+    """Empty the prefix cache. A `ResetDone` with the same number answers when all ranks have done it."""
 
     number: Number
     reset_running: bool = False
@@ -115,7 +115,7 @@ class ResetPrefixCache(msgspec.Struct, array_like=True, frozen=True, tag="reset_
 class ResetDone(msgspec.Struct, array_like=True, frozen=True, tag="reset_done"):
     number: Number
     complete: bool
-    """False: running requests still share blocks, or there is no engine."""
+    """False: running requests still share blocks."""
 
 
 class CacheAction(enum.IntEnum):

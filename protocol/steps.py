@@ -125,6 +125,13 @@ class LoadBlocks(msgspec.Struct, array_like=True, frozen=True, tag="load"):
     dropped: bytes = b""
     """uint8[blocks, NAME_BYTES]: names that no block in memory and in tiers may have when this message is answered; no
     block is filled then."""
+    drops_all: bool = False
+    """True: all names of blocks in memory are dropped, by a reset, and tiers keep theirs. With a drop of any kind,
+    spares are sent this."""
+
+    @property
+    def is_drop(self) -> bool:
+        return bool(self.dropped) or self.drops_all
 
 
 class KeptPin(msgspec.Struct, array_like=True, frozen=True):

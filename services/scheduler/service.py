@@ -23,17 +23,14 @@ from protocol.membership import Pong, WorkerMessage
 from protocol.records import Subscribe
 from protocol.requests import (
     AbortRequest,
-    CacheAction,
     ClientMessage,
     ControlCache,
     EnginePhase,
-    EngineState,
     Finish,
     FinishReason,
     FrontendAlive,
     GenerateRequest,
     RequestOutputs,
-    ResetDone,
     ResetPrefixCache,
 )
 from protocol.silence import SIGN_INTERVAL
@@ -48,7 +45,7 @@ from services.scheduler.cached_blocks import CachedBlockReports
 from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.engine_state import StateReports
+from services.scheduler.engine_state import GAUGE_INTERVAL, StateReports
 from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
@@ -69,7 +66,6 @@ from services.scheduler.policies import BatchingPolicy, make_policy
 from services.scheduler.structured_output import StructuredOutput
 from services.scheduler.subscriptions import Subscriptions
 from services.scheduler.tier_reports import TierReports
-from services.scheduler.worker_seconds import WorkerSeconds
 
 log = logging.getLogger("runahead.scheduler")
 
@@ -83,8 +79,6 @@ CHECK_INTERVAL = 0.02
 """Seconds between two looks at the timeouts of workers, if nothing but results arrives from them."""
 SWITCH_INTERVAL = 1e-4
 """Seconds after which the loop lends the interpreter's lock to a thread that makes masks or compiles a grammar."""
-GAUGE_INTERVAL = 0.1
-"""Seconds between two reports of the gauges while there are requests."""
 
 
 class Service:
@@ -101,30 +95,22 @@ class Service:
         self.leases = Leases(config.scheduler_timeout_seconds)
         self._alarm = alarm
         self._leadership = Leadership(config.scheduler_timeout_seconds, time.monotonic())
-        self._structured, tokenizer = structured, structured.tokenizer
+        self._structured = structured
         self.frontends = FrontendConnections(config.client_endpoint, config.security)
         self.workers = WorkerConnections(config.worker_endpoint, config.security)
         # A tokenizer of its own is not that of the model.
-        self.group = WorkerGroup(config, incarnation, "" if config.tokenizer else tokenizer)
+        self.group = WorkerGroup(config, incarnation, "" if config.tokenizer else structured.tokenizer)
         self.engine: EngineCore | None = None
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: no step may be dispatched."""
-        self._loads: dict[int, dict[bytes, BlocksLoaded]] = {}
-        """Ticket of a load -> answers of the ranks so far."""
         self._tiers = TierReports(config.block_size)
-        self._cache_control = CacheControl(config)
+        self._cache_control = CacheControl(config, self._tiers, self.group.on_drop)
         self._started: Started | None = None
         """The epoch in effect, or the last one; None: there was none."""
-        self._worker_seconds = WorkerSeconds()
         self._draining = False
         self._stop_now = False
-        self._reports = StateReports(config, incarnation, tokenizer)
-        self._reported: GroupStatus | None = None
-        self._next_sign = self._next_gauges = self._next_check = 0.0
-        self._was_busy = False
-        self._reset_step = 0
-        """The first step after a reset of the prefix cache, until its result shows that all ranks have read the reset:
-        blocks of ranks that were lost before are not adopted. 0: they have."""
+        self._reports = StateReports(config, incarnation, self.group, structured, self._tiers)
+        self._next_sign = self._next_check = 0.0
         self._subscriptions = Subscriptions(config.step_trace)
         self._cached_blocks = CachedBlockReports()
         self._listeners: tuple[CoreListener, ...] = (*make_listeners(config, incarnation), self._subscriptions)
@@ -220,21 +206,17 @@ class Service:
     def _on_client_message(self, client: int, message: Hello | ClientMessage) -> None:
         match message:
             case Hello():
-                self.frontends.send_state(client, self._state())
+                self.frontends.send_state(client, self._reports.state(self._status(), self._started, self.engine))
             case FrontendAlive():
                 self.leases.grant(client, time.monotonic())
             case Subscribe(steps=steps, cached_blocks=cached_blocks):
                 self._subscriptions.set(client, steps)
                 self._cached_blocks.set(client, cached_blocks)
-            case ResetPrefixCache(number=number, reset_running=running):
-                done = self.engine is not None and self._reset_prefix_cache(self.engine, running)
-                log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
-                self.frontends.send_if_connected(client, ResetDone(number, done))
+            case ResetPrefixCache():
+                self._cache_control.reset(client, message, self.engine if self._ranks else None)
             case ControlCache():
                 started = self._started if self._ranks else None
                 answer = self._cache_control.handle(client, message, self.engine, started)
-                if message.action is CacheAction.DROP:
-                    self.group.on_drop()
                 if answer is not None:
                     self.frontends.send_if_connected(client, answer)
             case GenerateRequest(incarnation=other) | AbortRequest(incarnation=other) if other not in (
@@ -274,7 +256,10 @@ class Service:
             case ModelRunnerOutput():
                 self._on_result(worker, message, now)
             case BlocksLoaded():
-                self._on_loaded(worker, message)
+                if self.engine is not None and worker in self._ranks and message.epoch == self.group.epoch:
+                    done = self._cache_control.on_loaded(worker, message, len(self._ranks), self.engine)
+                    if done is not None:
+                        self.frontends.send_if_connected(*done)
             case StepReport():
                 self._subscriptions.add_times(worker, message, self.workers.clock_offset)
             case Pong():
@@ -293,27 +278,11 @@ class Service:
         self.group.on_result(result.epoch, result.step_id, now)
         if result.epoch == self.group.epoch:
             self._subscriptions.add_times(worker, result, self.workers.clock_offset)
-            self._worker_seconds.add(result.times)
-            if result.step_id >= self._reset_step:
-                self._reset_step = 0
+            self._reports.worker_seconds.add(result.times)
         try:
             self.engine.on_result(result)
         except UnknownResult as error:  # worker and scheduler disagree about the batch
             self.group.on_impossible_result(worker, str(error), now)
-
-    def _on_loaded(self, worker: bytes, report: BlocksLoaded) -> None:
-        """The blocks of a load that all ranks have filled count."""
-        if self.engine is None or worker not in self._ranks or report.epoch != self.group.epoch:
-            return
-        answers = self._loads.setdefault(report.ticket, {})
-        answers[worker] = report
-        if len(answers) == len(self._ranks):
-            del self._loads[report.ticket]
-            count = min(answer.count for answer in answers.values())
-            if (done := self._cache_control.on_dropped(report)) is not None:
-                self.frontends.send_if_connected(*done)
-            elif self.engine.prefix_cache.on_loaded(report.epoch, report.ticket, count):
-                self._tiers.on_loaded(answers.values())
 
     def _watch_workers(self) -> None:
         """Pass broken connections and the time to the group."""
@@ -344,7 +313,6 @@ class Service:
                     level = logging.WARNING if is_fault else logging.INFO
                     log.log(level, "epoch %d has ended: %s", number_of(epoch), reason)
                     self._ranks = []
-                    self._loads.clear()
                     self._tiers.end_epoch()
                     for frontend, answer in self._cache_control.end_epoch():
                         self.frontends.send_if_connected(frontend, answer)
@@ -380,22 +348,11 @@ class Service:
             log.info("the prefix cache is off: this model has recurrent states, which hold all tokens before")
         if (engine := self.engine) is None:
             engine = self._build_engine(started, policy)
-            if (pins := started.pins) is not None and pins.block_size == c.block_size:
-                self._cache_control.restore(pins, engine)
+            if started.pins is not None:
+                self._cache_control.restore(started.pins, engine)
         else:
             engine.start_epoch(limits, policy, started.epoch)
-        if started.held is not None and (not c.record or c.record_tokens):  # no other contains their names
-            engine.prefix_cache.adopt(started.held)
-            pool = engine.epoch.kv.pool
-            log.info("%d of %d KV blocks are adopted", len(pool.cached), pool.num_blocks)
-            if self._reset_step:
-                self._reset_prefix_cache(engine)
-
-    def _reset_prefix_cache(self, engine: EngineCore, running: bool = False) -> bool:
-        """See `PrefixCacheControl.reset`."""
-        self._reset_step = engine.epoch.next_step
-        self.group.on_drop()
-        return engine.prefix_cache.reset(running)
+        self._cache_control.start_epoch(engine, started)
 
     def _build_engine(self, started: Started, policy: BatchingPolicy) -> EngineCore:
         vocab_size, hidden_size = started.loaded.vocab_size, started.loaded.hidden_size
@@ -440,9 +397,7 @@ class Service:
                 self.frontends.send_if_connected(frontend, changes)
 
     def _send_state(self) -> None:
-        """Give the signs of life that are due, and report the engine's state if it has changed, and its gauges every
-        `GAUGE_INTERVAL` while there are requests."""
-        busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
+        """Give the signs of life that are due, with the engine's state, which may be due by itself."""
         now = time.monotonic()
         due = now >= self._next_sign
         if due:  # of its own time: reports of states that change do not put it off
@@ -453,15 +408,11 @@ class Service:
             self.workers.beat(self.group.on_sign_of_life(), self._ranks)
             for frontend in self.leases.expired(now):
                 self.frontends.forget(frontend, "it has sent no sign of life")
-        stale = (busy or self._was_busy) and (not busy or now >= self._next_gauges)
-        if due or stale or self._reported != self._status():
-            self._next_gauges = now + GAUGE_INTERVAL
+        if self._reports.is_due(now, self._status(), self.engine) or due:
             self._report_state()
-        self._was_busy = busy
 
     def _report_state(self) -> None:
-        state, self._reported = self._state(), self._status()
-        self.frontends.send_state_to_all(state)
+        self.frontends.send_state_to_all(self._reports.report(self._status(), self._started, self.engine))
 
     def _drop_frontend(self, frontend: int) -> None:
         self.leases.end(frontend)
@@ -486,19 +437,6 @@ class Service:
             return
         for client, outputs in self.engine.take_outputs():
             self.frontends.send(client, replace(outputs, incarnation=self.incarnation))
-
-    def _state(self) -> EngineState:
-        loras = self.engine.loras() if self.engine is not None else ([], [])
-        return self._reports.state(self._status(), self.group, self._started, self._stats(), *loras)
-
-    def _stats(self) -> dict[str, float]:
-        if self.engine is None:
-            return {}
-        seconds = self._worker_seconds.stats()
-        grammars = self._structured.compiler.stats() if self._structured.compiler is not None else {}
-        held = len(self.engine.epoch.kv.pool.by_hash) * (self._started.bytes_per_block if self._started else 0)
-        tiers = self._tiers.stats(held, self.engine.store.counters["prefix_cache_hits"])
-        return self.engine.stats() | seconds | self.group.stats() | grammars | tiers
 
     def _status(self) -> GroupStatus:
         """Return the status of the group, or of the drain; a change is sent to all frontends at once."""

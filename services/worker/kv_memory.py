@@ -18,7 +18,7 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.block_names import NAME_BYTES, NamedBlocks
+from protocol.block_names import NAME_BYTES, NamedBlocks, split_names
 from protocol.codec import Decoder, ProtocolError, encode, pack, unpack
 from protocol.steps import KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services import release
@@ -33,9 +33,10 @@ SLACK = 16 * PAGE
 """Bytes for the rounding of the parts that are taken."""
 _FILLING = threading.Lock()
 """Held while a block is filled for a load, and while blocks are given away."""
-_FORMAT = 3
+_FORMAT = 4
 """Format of the memory."""
-_HEADER = np.dtype([("valid", "<u8"), ("identity", "V32"), ("num_blocks", "<u8"), ("size", "<u8"), ("pins", "<u8")])
+_NUMBERS = ("num_blocks", "size", "dropped_in", "pins")
+_HEADER = np.dtype([("valid", "<u8"), ("identity", "V32"), *((name, "<u8") for name in _NUMBERS)])
 """`pins`: twice the bytes of the pins, plus 0 or 1: which room they are in. It changes in one write."""
 _PINS = Decoder[KeepPins](KeepPins)
 
@@ -71,8 +72,6 @@ class BlockNames:
         """Apply a message before it is executed: name the blocks that are whole, drop the names of those that the
         step's requests get to write, then name those that the step completes."""
         if (whole := message.whole) is not None:
-            if whole.replaces:
-                self._numbers[:] = self._completed[:] = 0
             blocks = self._name(whole)
             self._numbers[blocks] = np.arange(self._last + 1, self._last + 1 + len(blocks), dtype=np.uint64)
             self._last += len(blocks)
@@ -100,6 +99,9 @@ class BlockNames:
         for name in names:
             blocks = self._having(name)
             self._numbers[blocks] = self._completed[blocks] = 0
+
+    def forget_all(self) -> None:
+        self._numbers[:] = self._completed[:] = 0
 
     def expect(self, load: LoadBlocks) -> None:
         """Let a load fill its blocks. They have no names until they are whole."""
@@ -224,11 +226,19 @@ class KVMemory:
         if os.fstat(self._descriptor).st_size >= PAGE:
             self._map = mmap.mmap(self._descriptor, 0)
 
-    def forget(self, names: Sequence[bytes]) -> bool:
-        """Remove these names, and memory that a keeper holds without a worker: it may have them (dropped block).
-        Return whether that is certain."""
-        if self.names is not None:
-            self.names.forget(names)
+    @property
+    def dropped_in(self) -> int:
+        """The epoch of the last drop that this memory has had; 0: it has had none."""
+        return 0 if self._map is None else int(self._header(self._map)["dropped_in"])
+
+    def forget(self, drop: LoadBlocks) -> bool:
+        """Remove the names that are dropped, and memory that a keeper holds without a worker: it may have them (dropped
+        block). Return whether that is certain."""
+        if drop.drops_all:
+            self.forget_before(drop.epoch)
+        elif self._map is not None and self.names is not None:
+            self.names.forget(split_names(drop.dropped))
+            self._header(self._map)["dropped_in"] = drop.epoch
         try:
             if self._keeper is not None:
                 self._keeper.drop()
@@ -236,6 +246,12 @@ class KVMemory:
             log.error("KV blocks cannot be dropped: the keeper does not answer")
             return False
         return True
+
+    def forget_before(self, epoch: int) -> None:
+        """Remove all names, because of a drop of this epoch that does not say which, or that this memory has missed."""
+        if self._map is not None and self.names is not None:
+            self.names.forget_all()
+            self._header(self._map)["dropped_in"] = epoch
 
     @property
     def pins(self) -> KeepPins | None:

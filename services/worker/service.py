@@ -167,9 +167,8 @@ class Worker:
         """Send losses of the enclosed code to the scheduler: this worker ignores everything up to the epoch's end."""
         try:
             yield
-        except RanksLost as error:  # this worker is healthy; the scheduler ends the epoch
-            if not (self._link.results.is_dismissed or self._link.results.is_stopped):  # else all ranks leave
-                log.warning("other ranks are lost: %s", error)
+        except RanksLost as error:  # this worker is healthy; the scheduler ends the epoch, and says whether by a fault
+            log.info("other ranks are lost: %s", error)
             self._session.ranks_lost()
             self._link.client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT]))
         except OutOfMemory as error:  # the scheduler ends the epoch, and forms smaller steps in the next one
@@ -186,8 +185,9 @@ class Worker:
                 self._start_up.initialize(action)
             case EndEpoch() if self._link.results.is_stopped:
                 self._link.is_closing = True
-            case EndEpoch(epoch=epoch, reason=reason):
-                log.warning("epoch %d has ended: %s", number_of(epoch), reason)
+            case EndEpoch(epoch=epoch, reason=reason, is_fault=is_fault):
+                level = logging.WARNING if is_fault else logging.INFO
+                log.log(level, "epoch %d has ended: %s", number_of(epoch), reason)
                 self._end_epoch()
                 self._start_up.register()
             case Ping(sent=sent, number=number):

@@ -13,8 +13,8 @@ worker that leaves no row out (left-out row; docs/invariants.md) gets all of the
 
 Steps are executed in order, each exactly once (step order; docs/invariants.md): the next step is executed, the kept
 result of a repeated step is sent again, and a gap is a fault. Messages of another epoch, and assignments to an epoch
-that is not later than the last one (incarnation; docs/invariants.md), are ignored. A message that is not allowed in the
-current phase raises `ProtocolError` and changes nothing.
+that is not later than the last one (incarnation; docs/invariants.md), are ignored. Only a drop reaches a worker without
+an epoch, too. A message that is not allowed in the current phase raises `ProtocolError` and changes nothing.
 """
 
 from collections.abc import Callable
@@ -127,6 +127,8 @@ class Session:
                 return epoch > self.epoch
             case InitializeCache(epoch=epoch):
                 return epoch in (0, self.epoch)
+            case LoadBlocks() if self.phase is Phase.REGISTERED:
+                return message.drops_all  # of the epoch of others
             case _:
                 return message.epoch == self.epoch
 
@@ -166,7 +168,7 @@ class Session:
             self._unmasked = 0
         return grammar
 
-    def _on_release(self, message: ReleaseSlots | KeepPins) -> Action:
+    def _on_message(self, message: ReleaseSlots | LoadBlocks | KeepPins) -> Action:
         return message
 
     def _on_load(self, message: LoadBlocks) -> Action | None:
@@ -182,10 +184,11 @@ class Session:
 
     _TABLE: ClassVar[dict[tuple[Phase, type], Callable[..., Action | None]]] = {
         (Phase.REGISTERED, Assignment): _on_assignment,
+        (Phase.REGISTERED, LoadBlocks): _on_message,
         (Phase.LOADED, InitializeCache): _on_initialize,
         (Phase.SERVING, SchedulerOutput): _on_step,
         (Phase.SERVING, GrammarOutput): _on_grammar,
-        (Phase.SERVING, ReleaseSlots): _on_release,
+        (Phase.SERVING, ReleaseSlots): _on_message,
         (Phase.SERVING, LoadBlocks): _on_load,
-        (Phase.SERVING, KeepPins): _on_release,
+        (Phase.SERVING, KeepPins): _on_message,
     }

@@ -106,7 +106,7 @@ class StartUp:
         log.info("loaded: the KV cache has %s in %d blocks", size, loaded.num_blocks)
         offload = self._offload
         kept = self._runner.kv_memory
-        loaded = replace(loaded, epoch=assignment.epoch, held=kept.held(), pins=kept.pins)
+        loaded = replace(loaded, epoch=assignment.epoch, held=kept.held(), pins=kept.pins, dropped_in=kept.dropped_in)
         loaded = replace(loaded, loads_blocks=offload.has_tiers, kv_peer=offload.kv_peer)
         self._link.client.send(loaded)
         self._session.loaded()
@@ -121,10 +121,13 @@ class StartUp:
         """Raises: LoadError, after it was sent; RanksLost"""
         with self._starting():
             self._runner.init_kv_cache(init)
-            if (names := self._runner.kv_memory.names) is not None:
-                names.drop([init.canary_block])
+            memory = self._runner.kv_memory
+            if memory.names is not None:
+                memory.names.drop([init.canary_block])
+            if memory.dropped_in < init.dropped_in:
+                memory.forget_before(init.dropped_in)
             _run_canary(self._runner, init.canary_block, self._num_groups)
-            self._offload.begin(self._runner.kv_memory)
+            self._offload.begin(memory)
         self._session.ready()
         self._link.client.send(Ready(self._session.epoch))
         log.info("ready: %d KV blocks, context %d", init.num_blocks, init.max_model_len)

@@ -3,7 +3,6 @@
 import logging
 from functools import partial
 
-from protocol.block_names import split_names
 from protocol.codec import unpack
 from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services.worker.result_sender import LaunchedStep, fault
@@ -109,8 +108,8 @@ class StepExecution:
             case ReleaseSlots(slots=slots):
                 self._follow(action)
                 self._runner.release(unpack(slots))
-            case LoadBlocks(dropped=dropped):
-                if not dropped or self._runner.kv_memory.forget(split_names(dropped)):
+            case LoadBlocks():
+                if not action.is_drop or self._runner.kv_memory.forget(action):
                     self._offload.load(action)
             case KeepPins():
                 self._runner.kv_memory.pins = action

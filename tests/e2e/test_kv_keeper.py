@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import NATIVE, ServeProcess, is_alive, serving, wait_until
-from tests.e2e.test_tiers import PREFIX, SIM, answer
+from tests.e2e.test_tiers import PREFIX, SIM, answer, forget
 
 
 @contextmanager
@@ -67,6 +67,18 @@ def test_the_next_server_adopts_the_blocks_of_one_that_was_killed(layout: tuple[
             with serving(*layout, *other) as server:
                 assert answer(server) == (text, 0), "the cache has other limits, or another size"
                 assert num_kept(process) == (2 if "2" in layout else 1), "those before are freed"
+
+
+def test_a_reset_reaches_memory_without_a_worker(tmp_path: Path) -> None:
+    """Another server's workers may be those that drop it."""
+    layout = (*SIM, "--kv-keeper", str(tmp_path / "kv"), "--enable-admin-routes")
+    with keeper(tmp_path / "kv", seconds=300), serving(*layout) as lost:
+        text, _ = answer(lost)
+        with serving(*layout) as server:
+            kill_all(lost)
+            forget(server)
+            with serving(*layout) as after:
+                assert answer(after) == (text, 0)
 
 
 def test_blocks_that_nobody_wants_are_freed(tmp_path: Path) -> None:

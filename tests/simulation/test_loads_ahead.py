@@ -108,6 +108,14 @@ def test_a_drop_ends_loads_ahead(world: World) -> None:
     world.drain()
 
 
+def test_a_load_that_began_before_a_reset_brings_nothing(world: World) -> None:
+    load = begun(world, 4)
+    world.reset_prefix_cache(reset_running=False)
+    answer(world, load)
+    assert not world.epoch.kv.pool.by_hash
+    world.drain()
+
+
 def test_no_load_brings_a_block_that_another_engine_has_not_dropped_yet(world: World) -> None:
     world.drop_blocks(names_of(PROMPT)[2:3])
     world.drain()

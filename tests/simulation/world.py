@@ -614,7 +614,9 @@ class World:
                 continue
             frame = encode(message)
             self._on_sent(frame)
-            if isinstance(message, LoadBlocks):
+            if isinstance(message, LoadBlocks) and message.drops_all:
+                self.names.forget_all()
+            elif isinstance(message, LoadBlocks):
                 self.tier.begin(message, self.names)
                 self.dropped.update(split_names(message.dropped))
             elif not isinstance(message, GrammarOutput):

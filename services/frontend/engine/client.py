@@ -245,12 +245,12 @@ class EngineClient:
             stream.finish(error)
 
     async def reset_prefix_cache(self, reset_running: bool) -> bool:
-        """Empty the prefix caches. Return False if running requests still share blocks.
+        """Empty the prefix caches. Return False if running requests still share blocks, or an engine is not connected.
 
         Raises: APIError, if a scheduler does not answer
         """
         answers = await self._ask_engines(lambda _, number: ResetPrefixCache(number, reset_running))
-        return all(done.complete for done in answers.values())
+        return len(answers) == len(self.engines) and all(done.complete for done in answers.values())
 
     async def control_cache(
         self, make: Callable[[EngineState, int], ControlCache], is_drop: bool = False

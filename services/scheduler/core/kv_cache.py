@@ -57,8 +57,6 @@ class KVCacheManager:
         """Blocks with the recurrent states of each slot."""
         self._whole: list[int] = []
         """Blocks that became whole since `take_whole`."""
-        self._forgotten = False
-        """True: every hash was dropped since `take_whole`."""
         self._unseen: set[int] = set()
         """Adopted blocks that were not emitted so far."""
 
@@ -310,14 +308,14 @@ class KVCacheManager:
                     became.append(block)
 
     def take_whole(self) -> NamedBlocks | None:
-        """Return the blocks to name on the workers since the last call; None: there is no change."""
-        became, forgotten, pool = self._whole, self._forgotten, self.pool
-        if not (became or forgotten):
+        """Return the blocks to name on the workers since the last call; None: there is none."""
+        became, pool = self._whole, self.pool
+        if not became:
             return None
-        self._whole, self._forgotten = [], False
+        self._whole = []
         blocks = [block for block in became if pool.whole[block]]  # others were evicted since
         names = [pool.hash_of[block] or b"" for block in blocks]
-        return NamedBlocks.from_lists(blocks, names, forgotten) if blocks or forgotten else None
+        return NamedBlocks.from_lists(blocks, names) if blocks else None
 
     def take_completed(self, is_wanted: bool) -> NamedBlocks | None:
         """Return the blocks, with their names, that the next step to be sent completes at the latest, and that are not
@@ -338,10 +336,10 @@ class KVCacheManager:
             self.pins.hold(self)
 
     def forget_all(self) -> None:
-        """Empty the prefix cache, on the workers too; held blocks stay with their holders, except those of pins."""
+        """Empty the prefix cache; held blocks stay with their holders, except those of pins."""
         self.pins.release(self)
         self.pool.forget_all()
-        self._whole, self._forgotten = [], True
+        self._whole = []
         self._unseen.clear()
 
     def drop(self, names: Sequence[bytes]) -> int:

@@ -68,14 +68,17 @@ class Lifecycle:
                 self.epoch.loads.end(load, 0)
         return self.epoch.kv.drop(names)
 
+    def end_loads(self) -> None:
+        for load in [*self.store.loading]:
+            self.epoch.loads.end(load, 0)
+
     def void(self) -> None:
         """The workers are lost: running requests wait again with their confirmed tokens, every resume gate is open, and
         the epoch is void."""
         self.store.counters["wasted_tokens_total:lost_epoch"] += int(self.epoch.slots.inflight.sum())
         for slot in self.epoch.running.tolist():
             self._return(slot, DROP)
-        for load in [*self.store.loading]:
-            self.epoch.loads.end(load, 0)
+        self.end_loads()
         self.store.loading.unsent.clear()
         self.store.loading.ahead.clear()
         for request in self.store.waiting:

@@ -135,6 +135,12 @@ class LoadingRequests:
         self._dropped_at |= dict.fromkeys(names, now)
         return self.last_ticket
 
+    def drop_all(self) -> int:
+        """Let the workers drop all blocks in their memory. Return the ticket that they answer with."""
+        self.last_ticket += 1
+        self.unsent.append(LoadBlocks(0, 0, self.last_ticket, b"", b"", drops_all=True))
+        return self.last_ticket
+
     def loadable(self, names: list[bytes], now: float) -> list[bytes]:
         """Return the first blocks of these, up to one that was dropped lately."""
         is_dropped = (now - self._dropped_at.get(name, -DROPPED_SECONDS) < DROPPED_SECONDS for name in names)

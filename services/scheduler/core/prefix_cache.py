@@ -32,14 +32,15 @@ class PrefixCacheControl:
         self.store.observers.emit(events.BlocksAdopted(held))
         self.epoch.kv.begin_with(held)
 
-    def reset(self, reset_running: bool = False) -> bool:
-        """Empty the prefix cache; with `reset_running`, recompute running requests too. Return False if running
-        requests still share blocks."""
+    def reset(self, reset_running: bool = False) -> tuple[int, bool]:
+        """Empty the prefix cache; with `reset_running`, recompute running requests too. Return the ticket with which
+        the workers answer, and False if running requests still share blocks. There must be workers."""
         self.store.observers.emit(events.PrefixCacheReset(reset_running))
         for slot in self.epoch.running.tolist()[::-1] if reset_running else ():
             self.lifecycle.preempt(slot, events.PreemptionCause.RESET, stale=DROP)
+        self.lifecycle.end_loads()
         self.epoch.kv.forget_all()
-        return not len(self.epoch.running)
+        return self.store.loading.drop_all(), not len(self.epoch.running)
 
     def pin(self, pin: str, owner: str, names: Sequence[bytes]) -> None:
         """Pin the prefix whose blocks have these names (pinned block). Raises: PinRefused"""

@@ -9,7 +9,7 @@ from protocol.codec import Decoder, ProtocolError, encode
 from protocol.handshake import Hello
 from protocol.membership import GroupMessage, Ping, Pong, WorkerMessage
 from protocol.security import LOCAL, Security
-from protocol.steps import StepMessage, StepResult
+from protocol.steps import LoadBlocks, StepMessage, StepResult
 from protocol.transport import PeerGone, PeerSlow, Server
 
 log = logging.getLogger("runahead.scheduler")
@@ -113,7 +113,7 @@ class WorkerConnections:
         """Seconds to subtract from the worker's clock to get this process's; 0.0 if it was not measured yet."""
         return self._clocks[worker].seconds if worker in self._clocks else 0.0
 
-    def send(self, worker: bytes, message: GroupMessage, everywhere: bool = False) -> None:
+    def send(self, worker: bytes, message: GroupMessage | LoadBlocks, everywhere: bool = False) -> None:
         """A worker that cannot be reached is in the next `take_gone`. `everywhere`: on both connections."""
         frame = encode(message)
         if everywhere and (results := self._results.get(worker)) is not None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from protocol.block_names import NamedBlocks
 from protocol.membership import GroupMessage, Loaded
-from protocol.steps import KeepPins
+from protocol.steps import KeepPins, LoadBlocks
 from services.scheduler.core.limits import Limits
 
 
@@ -16,7 +16,7 @@ class Send:
     """
 
     peer: bytes
-    message: GroupMessage
+    message: GroupMessage | LoadBlocks
     everywhere: bool = False
 
 

@@ -4,6 +4,7 @@ from protocol.block_names import NamedBlocks
 from protocol.codec import ProtocolError
 from protocol.epochs import first_epoch
 from protocol.membership import Assignment, EndEpoch, InitializeCache, Loaded, Register, Speculation
+from protocol.steps import LoadBlocks
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
 from services.scheduler.membership.actions import Action, Send, Started
@@ -49,7 +50,7 @@ class Epoch:
         self._adopted: dict[int, bytes] = {}
         """Blocks that the current epoch begins with, by their names, in the order in which they became whole."""
         self._dropped_in = 0
-        """The last epoch in which names of blocks were dropped; 0: none were."""
+        """The last epoch in which names of blocks were dropped, of those that are known; 0: none were."""
 
     def shrink(self, failed: StepSize) -> str | None:
         """Let the steps of all later epochs have at most half of a step that ran out of memory: half of its rows if it
@@ -69,10 +70,12 @@ class Epoch:
         self.has_shrunk = True
         return f"{most} {unit}"
 
-    def on_drop(self) -> None:
-        """Names of blocks were dropped. Only the ranks drop theirs, so those of a worker that was a spare since are not
-        adopted (dropped block)."""
+    def on_drop(self) -> list[Action]:
+        """Names of blocks are dropped on the ranks: spares drop all of theirs. What other workers, or keepers, have in
+        memory is not adopted (dropped block)."""
         self._dropped_in = self.id
+        drop = LoadBlocks(self.id, 0, 0, b"", b"", drops_all=True)
+        return [Send(member.peer, drop) for member in self._roster.spares]
 
     def begin(self, size: GroupSize, now: float) -> list[Action]:
         """Make ranks of spares: send each its assignment."""
@@ -108,13 +111,14 @@ class Epoch:
         limits, ranks = self.limits(), self._roster.ranks
         for member in ranks:
             self._roster.apply(member.peer, MemberEvent.INITIALIZE, now)
-        held = [
-            None if 0 < member.register.epoch < self._dropped_in else loaded.held
-            for member, loaded in zip(ranks, self._loaded(), strict=True)
-        ]
+        loaded = self._loaded()
+        self._dropped_in = max(self._dropped_in, *(rank.dropped_in for rank in loaded))
+        held = [rank.held if rank.dropped_in == self._dropped_in else None for rank in loaded]
         self._adopted, canary = common_blocks(held, limits.num_blocks)
         whole_steps = not limits.leaves_rows_out
-        message = InitializeCache(limits.num_blocks, limits.max_model_len, self.id, canary, whole_steps)
+        message = InitializeCache(
+            limits.num_blocks, limits.max_model_len, self.id, canary, whole_steps, self._dropped_in
+        )
         return [Send(member.peer, message) for member in ranks]
 
     def start(self) -> Started:
@@ -130,12 +134,12 @@ class Epoch:
         pins = max(kept, key=lambda pins: pins.epoch, default=None)  # a rank may have been a spare since
         return Started(self.id, peers, self.limits(), loaded[0], held, kv_peers, num_bytes, pins)
 
-    def end(self, reason: str, now: float) -> list[Action]:
+    def end(self, reason: str, is_fault: bool, now: float) -> list[Action]:
         """Send all ranks that are left back to registration."""
         ranks, self.size = self._roster.ranks, None
         for member in ranks:
             self._roster.apply(member.peer, MemberEvent.END, now)
-        return [Send(m.peer, EndEpoch(self.id, reason), everywhere=True) for m in ranks]
+        return [Send(m.peer, EndEpoch(self.id, reason, is_fault), everywhere=True) for m in ranks]
 
     def _loaded(self) -> list[Loaded]:
         """In the order of ranks."""

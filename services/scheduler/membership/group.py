@@ -211,8 +211,8 @@ class WorkerGroup:
             self.losses.on_useful(epoch)
 
     def on_drop(self) -> None:
-        """Blocks of the prefix cache lose their names."""
-        self._epoch.on_drop()
+        """Blocks of the prefix cache lose their names on the ranks."""
+        self._actions += self._epoch.on_drop()
 
     def on_sign_of_life(self) -> int:
         """Return the number of the sign of life that is sent to every worker now."""
@@ -377,6 +377,7 @@ class WorkerGroup:
             self._act(action, event, reason, now)
 
     def _act(self, action: GroupAction, event: GroupEvent, reason: str, now: float) -> None:
+        is_fault = event is GroupEvent.BREAK and not self._retries_smaller
         match action:
             case GroupAction.ASSIGN:
                 self._assign(now)
@@ -392,12 +393,11 @@ class WorkerGroup:
                 self._actions.append(self._epoch.start())
             case GroupAction.END:
                 self._detail, self._progress = reason, 0.0
-                self._actions += self._epoch.end(reason, now)
+                self._actions += self._epoch.end(reason, is_fault, now)
             case GroupAction.VOID:
                 self.losses.on_end(self.epoch, now)
                 self._recovering_since = now
                 self._watch.reset()
-                is_fault = event is GroupEvent.BREAK and not self._retries_smaller
                 self._actions.append(Ended(self.epoch, reason, is_fault))
             case GroupAction.COUNT:
                 self.losses.on_fault(self.epoch, reason)

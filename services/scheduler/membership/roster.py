@@ -20,7 +20,7 @@ class Roster:
     def __init__(self) -> None:
         self._members: dict[bytes, Member] = {}
         self.last_was_stopped = False
-        """The last worker that left was stopped by a signal."""
+        """A signal has stopped the last worker that left, or one that had not registered."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -72,7 +72,9 @@ class Roster:
             worker = self.named(peer, f"is {state.name}")
             raise ProtocolError(f"{type(message).__name__} has no place while {worker}")
         member = self._members.get(peer)
-        if member is not None:
+        if member is None:
+            self.last_was_stopped |= isinstance(message, Heartbeat) and message.is_stopped
+        else:
             member.last_seen = now
             if isinstance(message, Heartbeat):
                 member.answers.results = message.answers

@@ -86,7 +86,7 @@ class Offload:
 
     def load(self, message: LoadBlocks) -> None:
         """Fill blocks, or drop blocks from the tiers, and answer."""
-        if message.dropped:
+        if message.is_drop:
             if self._transfers is None:
                 self._send(BlocksLoaded(message.epoch, message.ticket, 0))
             else:

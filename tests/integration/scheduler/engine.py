@@ -36,7 +36,8 @@ def code_of(service: str, config: SchedulerConfig | WorkerConfig) -> str:
     """Return code that runs a service with the configuration in its first argument, and logs to stderr."""
     return (
         "import logging, sys\n"
-        f"logging.basicConfig(level='{config.log_level.upper()}', format='%(asctime)s %(name)s %(message)s')\n"
+        "form = '%(asctime)s %(levelname)s %(name)s %(message)s'\n"
+        f"logging.basicConfig(level='{config.log_level.upper()}', format=form)\n"
         f"from services.config import {type(config).__name__} as Config\n"
         f"from services.{service}.service import run\n"
         "sys.exit(run(Config.model_validate_json(sys.argv[1])))"

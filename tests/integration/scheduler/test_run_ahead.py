@@ -7,6 +7,10 @@ import pytest
 
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import SamplingParams
+from services.config import WorkerConfig
+from services.process import NO_ALARM
+from services.worker.backends.sim import SimRunner
+from services.worker.scheduler_link import SchedulerLink
 from tests.integration.scheduler.engine import PATIENCE, engine
 from tests.integration.scheduler.step_trace import serve_traced
 
@@ -50,6 +54,30 @@ def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(
         assert "has ended" not in running.log(running.scheduler)
 
 
+@pytest.mark.parametrize(
+    ("layout", "worker"),
+    [("pipeline_parallel_size", {"backend": "sim", "sim_step_ms": 30.0}), ("tensor_parallel_size", {"threads": 1})],
+)
+def test_a_rank_that_is_stopped_and_replaced_causes_no_warning(
+    tmp_path: Path, layout: str, worker: dict[str, object]
+) -> None:
+    with engine(tmp_path, {"max_model_len": 512, layout: 2}, worker, num_workers=2) as running:
+        client = running.connect()
+        client.generate(1, list(range(40)), SamplingParams(max_tokens=400, temperature=0.0))
+        while not client.tokens[1]:
+            client.receive()
+        running.worker.send_signal(signal.SIGTERM)
+        assert running.worker.wait(PATIENCE) == 0
+        before = len(client.tokens[1])
+        running.add_worker()
+        while len(client.tokens[1]) <= before + 8:
+            client.receive()
+        assert not client.finished
+        assert [
+            log for process in (running.scheduler, *running.workers) if "WARNING" in (log := running.log(process))
+        ] == []
+
+
 def test_a_scheduler_that_is_stopped_after_its_workers_ends_too(tmp_path: Path) -> None:
     """It leaves open requests to other engines, or to the scheduler after it."""
     with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
@@ -64,5 +92,25 @@ def test_a_scheduler_that_is_stopped_after_its_workers_ends_too(tmp_path: Path) 
         running.scheduler.send_signal(signal.SIGTERM)
         while client.state.phase is not EnginePhase.DRAINING:
             client.receive()
+        assert running.scheduler.wait(PATIENCE) == 0
+        assert not client.finished
+
+
+def test_a_draining_scheduler_expects_no_worker_that_is_stopped_before_it_registers(tmp_path: Path) -> None:
+    with engine(tmp_path, {"max_model_len": 512, "recovery_timeout_seconds": 600}, SIM) as running:
+        client = running.connect()
+        client.generate(1, list(range(40)), SamplingParams(max_tokens=400, temperature=0.0))
+        while not client.tokens[1]:
+            client.receive()
+        running.worker.kill()
+        config = WorkerConfig.model_validate({**SIM, "scheduler_endpoint": f"ipc://{tmp_path}/w"})
+        starts = SchedulerLink(config, SimRunner(config), NO_ALARM)
+        starts.connect_within(PATIENCE)
+        running.scheduler.send_signal(signal.SIGTERM)
+        while "draining" not in running.log(running.scheduler):
+            client.receive()
+        starts.results.is_stopped = True
+        starts.results.leave()
+        starts.close()
         assert running.scheduler.wait(PATIENCE) == 0
         assert not client.finished

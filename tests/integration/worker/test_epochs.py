@@ -5,11 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.membership import RankLost, Register, Shard
-from protocol.steps import ModelRunnerOutput
+from protocol.block_names import NAME_BYTES, NamedBlocks
+from protocol.membership import InitializeCache, RankLost, Ready, Register, Shard
+from protocol.steps import BlocksLoaded, LoadBlocks, ModelRunnerOutput, ReleaseSlots
 from services.worker.result_sender import EXIT_STUCK
 from tests.integration.worker.scripted import HANG, ScriptedWorkerServer, exit_status, worker_process, worker_thread
-from tests.unit.worker.plans import GREEDY, PlanBuilder, alone, one_request, prompt, tokens
+from tests.unit.worker.plans import BLOCKS, CONTEXT, GREEDY, PlanBuilder, alone, one_request, prompt, tokens
 
 
 def answers(scheduler: ScriptedWorkerServer, epoch: int, steps: int) -> list[int]:
@@ -93,3 +94,28 @@ def test_steps_in_flight_when_the_epoch_ends_are_void(
         scheduler.load(2)
         scheduler.initialize(2)
         assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
+
+
+@pytest.mark.parametrize("when", ["spare", "next epoch", "never"])
+def test_a_worker_that_misses_a_drop_loses_the_names_of_its_blocks(
+    scheduler: ScriptedWorkerServer, tmp_path: Path, when: str
+) -> None:
+    """A spare is sent it; a worker that was lost is told with its next cache."""
+    named = NamedBlocks.from_lists([3], [bytes(NAME_BYTES)])
+    with worker_thread(scheduler, tmp_path):
+        scheduler.serve(1)
+        scheduler.send(ReleaseSlots(1, b"", named))
+        scheduler.end(1)
+        scheduler.registered()
+        if when == "spare":
+            scheduler.send(LoadBlocks(2, 0, 0, b"", b"", drops_all=True))
+            assert scheduler.next_message() == BlocksLoaded(2, 0, 0)
+        loaded = scheduler.load(3)
+        assert (loaded.held, loaded.dropped_in) == ((None, 2) if when == "spare" else (named, 0))
+        scheduler.send(InitializeCache(BLOCKS, CONTEXT, dropped_in=0 if when == "never" else 2))
+        assert scheduler.next_message() == Ready(3)
+        scheduler.end(3)
+        scheduler.registered()
+        loaded = scheduler.load(4)
+        assert (loaded.held, loaded.dropped_in) == ((named, 0) if when == "never" else (None, 2))
+        scheduler.initialize(4)

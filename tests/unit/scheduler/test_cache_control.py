@@ -5,9 +5,11 @@ from typing import cast
 
 import pytest
 
-from protocol.block_names import NAME_BYTES
+from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import encode
-from protocol.steps import KeepPins, KeptPin
+from protocol.membership import Loaded
+from protocol.requests import CacheControlled, ResetDone, ResetPrefixCache
+from protocol.steps import BlocksLoaded, KeepPins, KeptPin, LoadBlocks, StepMessage
 from services.config import SchedulerConfig
 from services.scheduler.build import CoreStart
 from services.scheduler.cache_control import CacheControl
@@ -17,7 +19,9 @@ from services.scheduler.core.observer import BlocksEvicted
 from services.scheduler.core.pins import PinRefused
 from services.scheduler.kv_events import KVEventObserver, KVEventPublisher
 from services.scheduler.kv_events.messages import MEDIUM, BlockRemoved, KVEventBatch
+from services.scheduler.membership import Started
 from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.tier_reports import TierReports
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, num_blocks=32, block_size=4)
 
@@ -25,8 +29,40 @@ LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, num
 def test_a_pin_that_cannot_be_read_ends_and_the_others_go_on() -> None:
     core = EngineCore(LIMITS, ChunkedPolicy(), 1, 50)
     kept = KeepPins(1, 4, [KeptPin("torn", "", bytes(NAME_BYTES + 1)), KeptPin("whole", "", bytes(NAME_BYTES))])
-    CacheControl(SchedulerConfig()).restore(kept, core)
+    config = SchedulerConfig(block_size=4)
+    CacheControl(config, TierReports(4), lambda: None).restore(kept, core)
     assert [pin.id for pin in core.store.pins] == ["whole"]
+
+
+def test_a_reset_is_repeated_until_all_ranks_of_an_epoch_have_confirmed_it() -> None:
+    core, drops = EngineCore(LIMITS, ChunkedPolicy(), 1, 50), list[int]()
+    control = CacheControl(SchedulerConfig(), TierReports(4), lambda: drops.append(core.epoch.number))
+
+    def answer(rank: bytes, message: StepMessage) -> tuple[int, CacheControlled | ResetDone] | None:
+        assert isinstance(message, LoadBlocks)
+        assert message.drops_all
+        return control.on_loaded(rank, BlocksLoaded(message.epoch, message.ticket, 0), 2, core)
+
+    def next_epoch() -> None:
+        assert [*control.end_epoch()] == []
+        core.end_epoch()
+        core.start_epoch(LIMITS, ChunkedPolicy(), core.epoch.number + 1)
+        held = NamedBlocks.from_lists([3], [bytes(NAME_BYTES)])
+        control.start_epoch(core, Started(core.epoch.number, [], LIMITS, cast(Loaded, None), held))
+
+    control.reset(7, ResetPrefixCache(1), core)
+    [message] = core.dispatch()
+    assert answer(b"first", message) is None
+    next_epoch()
+    control.reset(8, ResetPrefixCache(5), None)
+    next_epoch()
+    assert not core.epoch.kv.pool.by_hash, "adopted blocks leave it, too"
+    messages = [*core.dispatch()]
+    assert [answer(b"first", message) for message in messages] == [None, None]
+    assert [answer(b"other", message) for message in messages] == [(8, ResetDone(5, True)), (7, ResetDone(1, True))]
+    next_epoch()
+    assert core.epoch.kv.pool.by_hash, "they are not repeated any more"
+    assert drops == [1, 2, 3, 3]
 
 
 def test_workers_of_later_epochs_have_no_pin_that_was_removed() -> None:

@@ -27,7 +27,7 @@ from protocol.membership import (
     WorkerMessage,
 )
 from protocol.requests import EngineMessage, EnginePhase, EngineState
-from protocol.steps import KeepPins, KeptPin, StepFault
+from protocol.steps import KeepPins, KeptPin, LoadBlocks, StepFault
 from services.config import SchedulerConfig
 from services.scheduler.engine_state import StateReports
 from services.scheduler.membership import Action, Ended, FailRequests, News, Refuse, Send, Started, WorkerGroup
@@ -36,6 +36,8 @@ from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS
 from services.scheduler.membership.member_states import MemberState
 from services.scheduler.membership.step_watch import FLOOR, SMALLEST, STRETCH, StepSize
 from services.scheduler.membership.timeouts import ASSIGN_TIMEOUT, LOAD_SILENCE, LOAD_STALL, RETURN_TIMEOUT
+from services.scheduler.structured_output import StructuredOutput
+from services.scheduler.tier_reports import TierReports
 
 WORKER = Register(
     "sim", "m", "host", 1, "hash", "float32", tensor_parallel_sizes=(1, 2, 4), max_pipeline_parallel_size=4
@@ -64,6 +66,10 @@ class ScriptedGroup(WorkerGroup):
 
     def lose(self, name: str, at: float) -> list[Action]:
         self.on_gone(name.encode(), "is gone", at)
+        return self.actions()
+
+    def drop(self) -> list[Action]:
+        self.on_drop()
         return self.actions()
 
     def check_at(self, now: float) -> list[Action]:
@@ -820,20 +826,29 @@ def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
     assert started.held == held(b4="p", b0="q"), "in the order of rank 0, and none beyond the cache"
 
 
-@pytest.mark.parametrize("drops", [False, True])
-def test_blocks_of_a_worker_that_was_a_spare_since_a_drop_are_not_adopted(drops: bool) -> None:
-    g = serving("a")
-    g.lose("a", 1.0)
-    g.serve("b", at=1.0)
-    g.register("a", epoch=1)
-    if drops:
-        g.on_drop()
-    g.lose("b", 2.0)
+@pytest.mark.parametrize("is_next_scheduler", [False, True])
+@pytest.mark.parametrize(("first", "other"), [(1, 1), (0, 1), (1, 0), (0, 0)])
+def test_blocks_in_memory_that_has_missed_a_drop_are_not_adopted(
+    first: int, other: int, is_next_scheduler: bool
+) -> None:
+    """`first` and `other`: the epoch of the last drop that the memory of the ranks has had. The next scheduler knows
+    only this."""
+    g = registered("b", "c", tensor_parallel_size=2)
+    if not is_next_scheduler:
+        g = serving("a", "b", tensor_parallel_size=2)
+        g.register("c")
+        assert g.drop() == [Send(b"c", LoadBlocks(1, 0, 0, b"", b"", drops_all=True))], "a spare drops all it has"
+        g.lose("a", 1.0)
+        g.register("b")
     held = NamedBlocks.from_lists([0], [b"p" * NAME_BYTES])
-    g.send("a", msgspec.structs.replace(LOADED, epoch=g.epoch, held=held))
-    *_, started = g.send("a", Ready(g.epoch))
+    loaded = msgspec.structs.replace(LOADED, epoch=g.epoch, held=held)
+    g.send("b", msgspec.structs.replace(loaded, dropped_in=first))
+    inits = sent(g.send("c", msgspec.structs.replace(loaded, dropped_in=other)), InitializeCache)
+    last = max(first, other, not is_next_scheduler)
+    assert [init.dropped_in for init in inits.values() if isinstance(init, InitializeCache)] == [last, last]
+    *_, started = g.send("bc", Ready(g.epoch))
     assert isinstance(started, Started)
-    assert started.held == (None if drops else held)
+    assert started.held == (held if first == other == last else None)
 
 
 @pytest.mark.parametrize("epochs", [(7, 8), (8, 7), (None, 8), (8, None)])
@@ -866,7 +881,8 @@ def test_engines_that_serve_a_context_with_other_factors_of_longrope_are_not_equ
         )
         *_, started = g.send("a", Ready(g.epoch))
         assert isinstance(started, Started)
-        state = StateReports(SchedulerConfig(), 1, "").state(g.status, g, started, {}, [], [])
+        reports = StateReports(SchedulerConfig(), 1, g, StructuredOutput(None, None), TierReports(16))
+        state = reports.state(g.status, started, None)
         assert state.max_model_len == 32
         return state.identity
 

@@ -10,15 +10,15 @@ from msgspec.structs import replace
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import pack
 from protocol.sampling import SamplingParams
-from protocol.steps import KeepPins, KeptPin, NewRequest, ReleaseSlots, SchedulerOutput
+from protocol.steps import KeepPins, KeptPin, LoadBlocks, NewRequest, ReleaseSlots, SchedulerOutput
 from services.kv_keeper import KeptMemory
 from services.worker.kv_memory import PAGE, BlockNames, KVMemory
 
 BLOCK_SIZE, BLOCKS, BLOCK_BYTES = 4, 8, 100
 
 
-def named(*blocks: int, replaces: bool = False) -> NamedBlocks:
-    return NamedBlocks.from_lists(blocks, [bytes([block]) * NAME_BYTES for block in blocks], replaces)
+def named(*blocks: int) -> NamedBlocks:
+    return NamedBlocks.from_lists(blocks, [bytes([block]) * NAME_BYTES for block in blocks])
 
 
 def blocks_of(held: NamedBlocks | None) -> list[int]:
@@ -41,7 +41,8 @@ def test_a_block_loses_its_name_before_the_step_that_writes_it() -> None:
     assert blocks_of(names.held()) == [5, 0, 1, 2, 3, 4], "in the order in which they became whole"
     names.follow(plan(start=8, table=[0, 1, 2], grown=[3], whole=named(6, 3)))
     assert blocks_of(names.held()) == [5, 0, 1, 4, 6], "a shared prefix keeps its names"
-    names.follow(ReleaseSlots(1, b"", named(7, replaces=True)))
+    names.forget_all()
+    names.follow(ReleaseSlots(1, b"", named(7)))
     assert blocks_of(names.held()) == [7]
 
 
@@ -62,7 +63,7 @@ def test_a_block_can_be_read_when_the_step_that_completes_it_was_executed() -> N
     names.forget([bytes([4]) * NAME_BYTES])
     names.executed = 2
     assert readable() == [1, 6], "block 4 was dropped"
-    names.follow(ReleaseSlots(1, b"", named(replaces=True)))
+    names.forget_all()
     assert readable() == []
 
 
@@ -74,6 +75,8 @@ class OneMemory(KeptMemory):
 
     def claim(self, digest: bytes) -> int:
         return os.dup(self.descriptor)
+
+    def drop(self) -> None: ...
 
 
 @pytest.fixture
@@ -104,6 +107,18 @@ def test_the_next_process_finds_data_and_names(kept: OneMemory) -> None:
     assert after.pins == pins
     after.names.follow(ReleaseSlots(1, b"", named(0)))
     assert blocks_of(after.held()) == [3, 1, 0], "numbers go on"
+
+
+@pytest.mark.parametrize("drops_all", [False, True])
+def test_the_next_process_reports_the_last_drop(kept: OneMemory, drops_all: bool) -> None:
+    memory = begun(kept)
+    memory.names.follow(ReleaseSlots(1, b"", named(3, 1)))
+    dropped = b"" if drops_all else bytes([3]) * NAME_BYTES
+    assert memory.forget(LoadBlocks(7, 1, 1, b"", b"", dropped=dropped, drops_all=drops_all))
+    after = KVMemory(kept)
+    assert after.find("model", BLOCK_SIZE) == BLOCKS
+    assert (after.dropped_in, blocks_of(after.held())) == (7, [] if drops_all else [1])
+    assert begun(kept, "another model").dropped_in == 0
 
 
 @pytest.mark.parametrize("identity", ["model", "another model"])

@@ -25,6 +25,8 @@ from protocol.requests import (
     FrontendAlive,
     GenerateRequest,
     RequestOutputs,
+    ResetDone,
+    ResetPrefixCache,
     RoundTrips,
 )
 from protocol.sampling import SamplingParams
@@ -77,6 +79,8 @@ class ScriptedEngine:
                     self.subscriptions.append(message)
                 case ControlCache():
                     self.loads.append(message)
+                case ResetPrefixCache(number=number):
+                    self.server.send(peer, ResetDone(number, True))
                 case _:
                     if peer not in self.peers:
                         self.peers.append(peer)
@@ -358,13 +362,21 @@ async def test_a_partition_is_no_death(tmp_path: Path, monkeypatch: pytest.Monke
         assert entry(stream.number).attempts == int(loses_workers)  # type: ignore[union-attr]
 
 
-async def test_a_drop_is_refused_while_an_engine_is_not_connected(tmp_path: Path) -> None:
+async def test_a_drop_is_refused_and_a_reset_incomplete_while_an_engine_is_not_connected(tmp_path: Path) -> None:
     """Its workers may live, and the next scheduler would adopt the blocks."""
     async with fleet(tmp_path) as engines:
+
+        async def is_reset() -> bool:
+            asked = asyncio.create_task(engines.client.reset_prefix_cache(reset_running=False))
+            await engines.until(asked.done)
+            return asked.result()
+
+        assert await is_reset()
         engines.engines[1].close()
         await engines.until(lambda: not engines.client.engines["1"].connection.is_open)
         with pytest.raises(APIError, match="engine 1 is not connected"):
             await engines.client.control_cache(lambda _, number: ControlCache(number, CacheAction.DROP), is_drop=True)
+        assert not await is_reset()
 
 
 async def test_a_drop_fails_if_a_scheduler_is_replaced_meanwhile(tmp_path: Path) -> None:
