@@ -142,3 +142,15 @@ class FunctionName(OpenObject):
 class NamedTool(OpenObject):
     type: Literal["function"] = "function"
     function: FunctionName
+
+
+class AllowedSet(OpenObject):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(OpenObject):
+    """Some of the tools: the request is the same as one with these alone, and `mode` as `tool_choice`."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedSet
