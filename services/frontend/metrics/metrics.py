@@ -13,7 +13,7 @@ from services.frontend.engine.client import EngineClient
 from services.frontend.errors import GONE
 from services.frontend.metrics.collectors import OURS, Total, ValueHistogram
 from services.frontend.metrics.engine_statistics import EngineStatistics
-from services.frontend.metrics.vllm_names import with_vllm_name
+from services.frontend.metrics.vllm_names import with_vllm_names
 from services.frontend.openai.tasks import ANSWER_PATHS
 from services.frontend.request_summary import EndedChoice
 
@@ -160,7 +160,7 @@ class Metrics:
         """Return the text for Prometheus. Between two families the event loop runs other tasks: all of them take more
         than ten milliseconds, in which streams would wait."""
         families = [*self._registry.collect()]
-        renamed = [alias for family in families if (alias := with_vllm_name(family)) is not None]
+        renamed = [alias for family in families for alias in with_vllm_names(family)]
         parts = []
         for family in families + renamed:
             parts.append(generate_latest(_OneFamily(family)))
