@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from protocol.media import MediaFile
+from services.frontend.json_text import json_text
 from services.frontend.openai.schemas.fields import JSON, MAX_PARTS, MAX_TOOLS, MAX_URL, GivenName, Text, ToolName
 from services.frontend.openai.schemas.open_object import NEUTRAL_IN_MESSAGE, Neutral, OpenObject
 
@@ -78,9 +79,16 @@ FilePart = ImagePart | AudioURLPart | InputAudioPart
 ContentPart = Annotated[TextPart | RefusalPart | FilePart, Field(discriminator="type")]
 
 
+def _as_text(arguments: object) -> object:
+    """Return arguments as text; clients of vLLM and of chat templates also send the object itself."""
+    if arguments is None:
+        return ""
+    return json_text(arguments) if isinstance(arguments, dict) else arguments
+
+
 class FunctionCall(OpenObject):
     name: GivenName
-    arguments: Text = ""
+    arguments: Annotated[Text, BeforeValidator(_as_text)] = ""
     """The text of a JSON object."""
 
 
