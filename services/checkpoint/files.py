@@ -8,10 +8,9 @@ from typing import Any
 from services.checkpoint.default_model import overlaid_text
 from services.checkpoint.errors import CheckpointError
 from services.checkpoint.gguf import read_gguf_text, read_header
-from services.checkpoint.location import is_gguf
+from services.checkpoint.location import check_pointer, is_gguf
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_POINTER = b"version https://git-lfs."
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -30,22 +29,11 @@ def read_text(checkpoint: Path, name: str) -> str | None:
     path = checkpoint / name
     if not path.is_file():
         return None
-    _check_pointer(path)
+    check_pointer(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-
-
-def _check_pointer(path: Path) -> None:
-    """Raises: CheckpointError, if a file cannot be read, or Git has not downloaded its content"""
-    try:
-        with path.open("rb") as file:
-            is_pointer = file.read(len(_POINTER)) == _POINTER
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    if is_pointer:
-        raise CheckpointError(f"{path} is a pointer of Git LFS, not the file; run `git lfs pull` in its directory")
 
 
 def text_digest(text: str) -> str:
@@ -96,7 +84,7 @@ def weight_shards(directory: Path) -> list[Path]:
             raise CheckpointError(f"{directory} has no safetensors files; {remedy}")
         single = directory / "model.safetensors"
         return _downloaded([single] if single in paths else paths)
-    _check_pointer(index)
+    check_pointer(index)
     try:
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
@@ -109,7 +97,7 @@ def weight_shards(directory: Path) -> list[Path]:
 
 def _downloaded(paths: list[Path]) -> list[Path]:
     for path in paths:
-        _check_pointer(path)
+        check_pointer(path)
     return paths
 
 

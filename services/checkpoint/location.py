@@ -24,6 +24,18 @@ _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 """Suffix of the names of files that contain a part of a model."""
 _PROJECTOR = "mmproj"
 """Prefix of the names of GGUF files that contain an image encoder and no language model."""
+_POINTER = b"version https://git-lfs."
+
+
+def check_pointer(path: Path) -> None:
+    """Raises: CheckpointError, if a file cannot be read, or Git has not downloaded its content"""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_POINTER)) == _POINTER
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if is_pointer:
+        raise CheckpointError(f"{path} is a pointer of Git LFS, not the file; run `git lfs pull` in its directory")
 
 
 def is_gguf(path: Path) -> bool:

@@ -105,6 +105,12 @@ def invalid(message: str, param: str | None = None, logged: str = "") -> APIErro
     return APIError(400, message, param, logged=logged)
 
 
+def unknown_tool(name: str) -> APIError:
+    """Return the refusal of a `tool_choice` that names no tool of the request."""
+    problem = "is not among the tools"
+    return invalid(f"tool_choice: {name!r} {problem}", "tool_choice", logged=f"tool_choice: the name {problem}")
+
+
 def beyond_context(message: str, anthropic_message: str, param: str) -> APIError:
     """Return the refusal of a request that the context cannot hold. Clients find it by OpenAI's code or Anthropic's
     words, and shorten the request."""

@@ -25,6 +25,8 @@ class EndedChoice(NamedTuple):
     max_tokens: int = 1
     num_choices: int = 1
     """Choices of the same prompt."""
+    longest: int | None = 0
+    """Tokens of the longest of them; None: others have not ended."""
     duplicates: int = 0
     """Tokens that were dropped because they had arrived before."""
     is_resumed: bool = False

@@ -24,12 +24,12 @@ MODEL, INTERVAL = '{model_name="$model_name"}', "[$__rate_interval]"
 VLLM_QUERIES = [
     *(
         f"histogram_quantile({quantile}, sum by(le) (rate(vllm:{name}_seconds_bucket{MODEL}{INTERVAL})))"
-        for name in ("e2e_request_latency", "inter_token_latency", "time_to_first_token")
+        for name in ("e2e_request_latency", "inter_token_latency", "time_per_output_token", "time_to_first_token")
         for quantile in (0.99, 0.95, 0.9, 0.5)
     ),
     *(
         f"rate(vllm:{name}_seconds_sum{MODEL}{INTERVAL}) / rate(vllm:{name}_seconds_count{MODEL}{INTERVAL})"
-        for name in ("e2e_request_latency", "inter_token_latency", "time_to_first_token")
+        for name in ("e2e_request_latency", "inter_token_latency", "time_per_output_token", "time_to_first_token")
     ),
     *(
         f"rate(vllm:{name}{MODEL}{INTERVAL})"
@@ -44,7 +44,7 @@ VLLM_QUERIES = [
     f"sum by(le) (increase(vllm:request_generation_tokens_bucket{MODEL}{INTERVAL}))",
     f"sum by(finished_reason) (increase(vllm:request_success_total{MODEL}{INTERVAL}))",
 ]  # fmt: skip
-"""Every query of vLLM's examples/observability/prometheus_grafana/grafana.json."""
+"""Every query of vLLM's examples/observability/prometheus_grafana/grafana.json, also of the one of 0.11."""
 ENDPOINT_PICKER = (
     "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "lora_requests_info", "cache_config_info",
 )  # fmt: skip

@@ -16,6 +16,7 @@ import numpy as np
 from services.checkpoint.errors import BrokenFileError, CheckpointError
 from services.checkpoint.gguf.cursor import Cursor, Value
 from services.checkpoint.gguf.tensor_types import OTHER_TYPES, SUPPORTED, TENSOR_TYPES, TensorType
+from services.checkpoint.location import check_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -109,6 +110,7 @@ def forget_headers() -> None:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, size: int, _mtime: int) -> GgufHeader:
+    check_pointer(path)
     if size < len(MAGIC) + 4 + 8 + 8:
         raise CheckpointError(f"{path} is not a GGUF file: it has {size} bytes; download it again")
     try:

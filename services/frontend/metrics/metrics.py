@@ -13,7 +13,7 @@ from services.frontend.engine.client import EngineClient
 from services.frontend.errors import GONE
 from services.frontend.metrics.collectors import OURS, Total, ValueHistogram
 from services.frontend.metrics.engine_statistics import EngineStatistics
-from services.frontend.metrics.vllm_names import with_vllm_name
+from services.frontend.metrics.vllm_names import with_vllm_names
 from services.frontend.openai.tasks import ANSWER_PATHS
 from services.frontend.request_summary import EndedChoice
 
@@ -92,7 +92,7 @@ class Metrics:
         self._inference = seconds("request_inference_time", "seconds from the first step to the end")
         self._prompt = histogram("request_prompt_tokens", "tokens of a prompt", _TOKENS)
         self._output = histogram("request_generation_tokens", "tokens of an answer", _TOKENS)
-        self._most = histogram("request_max_num_generation_tokens", "tokens of an answer", _TOKENS)
+        self._most = histogram("request_max_num_generation_tokens", "tokens of a prompt's longest answer", _TOKENS)
         self._n = histogram("request_params_n", "answers per prompt of a request", _CHOICES)
         self._max_tokens = histogram("request_params_max_tokens", "limit of an answer's tokens", _TOKENS)
         self._preemptions = histogram("request_num_preemptions", "preemptions of a request", _PREEMPTIONS)
@@ -105,8 +105,9 @@ class Metrics:
         self._duplicates.add(count=choice.duplicates)
         self._prompt.observe(choice.prompt_tokens)
         self._output.observe(choice.output_tokens)
-        self._most.observe(choice.output_tokens)
-        self._n.observe(choice.num_choices)
+        if choice.longest is not None:
+            self._most.observe(choice.longest)
+            self._n.observe(choice.num_choices)
         self._max_tokens.observe(choice.max_tokens)
         first, last, tokens = choice.first_token, choice.last_token, choice.output_tokens
         if tokens > 1:
@@ -159,7 +160,7 @@ class Metrics:
         """Return the text for Prometheus. Between two families the event loop runs other tasks: all of them take more
         than ten milliseconds, in which streams would wait."""
         families = [*self._registry.collect()]
-        renamed = [alias for family in families if (alias := with_vllm_name(family)) is not None]
+        renamed = [alias for family in families for alias in with_vllm_names(family)]
         parts = []
         for family in families + renamed:
             parts.append(generate_latest(_OneFamily(family)))

@@ -1,6 +1,7 @@
 """Families of metrics once more, under vLLM's names."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
@@ -26,14 +27,27 @@ VLLM_NAMES = frozenset(
     }
 )  # fmt: skip
 """Families that are also shown under vLLM's name."""
+FORMER_NAMES = {
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "prefix_cache_queries": "gpu_prefix_cache_queries",
+    "prefix_cache_hits": "gpu_prefix_cache_hits",
+}
+"""Names that vLLM has replaced, which older dashboards and autoscalers ask for."""
 
 
-def with_vllm_name(family: Metric) -> Metric | None:
-    """Return the family under vLLM's name, or None if it is not one of VLLM_NAMES."""
+def with_vllm_names(family: Metric) -> Iterator[Metric]:
+    """Yield the family under vLLM's name and its former one, if it is one of VLLM_NAMES."""
     name = family.name.removeprefix(OURS)
-    if name not in VLLM_NAMES:
-        return None
-    renamed = Metric(VLLM + name, family.documentation, family.type)
+    if name in VLLM_NAMES:
+        yield _renamed(family, name, name)
+    if name in FORMER_NAMES:
+        yield _renamed(family, name, FORMER_NAMES[name])
+
+
+def _renamed(family: Metric, name: str, other: str) -> Metric:
+    """Return the family, whose name is `name` with our prefix, under another name."""
+    renamed = Metric(VLLM + other, family.documentation, family.type)
     samples = family.samples
     if name == "admission_rejections":  # has no label `engine` in vLLM
         totals = defaultdict[tuple[str, str], float](float)
@@ -41,5 +55,5 @@ def with_vllm_name(family: Metric) -> Metric | None:
             totals[sample.labels["model_name"], sample.labels["reason"]] += sample.value
         labels = ({"model_name": model, "reason": reason} for model, reason in totals)
         samples = [*map(Sample, [samples[0].name] * len(totals), labels, totals.values())]
-    renamed.samples = [Sample(VLLM + s.name.removeprefix(OURS), *s[1:]) for s in samples]
+    renamed.samples = [Sample(s.name.replace(OURS + name, VLLM + other, 1), *s[1:]) for s in samples]
     return renamed

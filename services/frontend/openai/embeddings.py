@@ -125,7 +125,8 @@ async def read_prompt(
     longest = context_length - generates  # a token follows the prompt
     if most == 0:
         raise invalid("truncate_prompt_tokens leaves nothing of the input", "truncate_prompt_tokens")
-    most = longest if most == -1 else most
+    if most is not None and not 0 < most < longest:
+        most = longest
     second = None
     if isinstance(given, list):
         ids = given

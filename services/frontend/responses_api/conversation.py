@@ -52,10 +52,17 @@ def chat_request(body: schemas.ResponsesRequest, history: Sequence[schemas.Item]
         fields["tools"] = [{"type": "function", "function": function} for function in functions]
     choice = body.tool_choice
     if isinstance(choice, schemas.ResponsesToolName):
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = _named(choice)
+    elif isinstance(choice, schemas.ResponsesAllowedTools):
+        allowed = {"mode": choice.mode, "tools": [*map(_named, choice.tools)]}
+        fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
     elif choice != "auto" or body.tools:  # clients send "auto" without tools
         fields["tool_choice"] = choice
     return validated(fields, ChatRequest)
+
+
+def _named(tool: schemas.ResponsesToolName) -> JSON:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 class _TextFormat(ResponseFormat):

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal, Self
@@ -159,8 +159,33 @@ class _Turn:
 )
 @recorded
 async def create(http: HTTPRequest, context: Context) -> Response:
-    try:
+    with _own_names():
         return await _create(http, context)
+
+
+@router.post(
+    "/input_tokens",
+    summary="Counts the tokens of a conversation in the form of items",
+    responses=errors(*WITH_BODY),
+    openapi_extra=read_by_handler(ResponsesRequest),
+)
+async def count_input_tokens(http: HTTPRequest, context: Context) -> responses.InputTokens:
+    given = await context.bodies.parse(http, ResponsesRequest)
+    context.model.adapter(given.model)
+    media = context.engine.state.media
+    with _own_names():
+        body = chat_request(given, _history(http, context, given))
+        if media_files(body):
+            context.engine.check_ready()  # it is known whether the model has images
+        ids = await context.answering.prompts.encode_chat(http, body, media)
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Let errors name the fields of this body where they name those of the chat. Raises: APIError"""
+    try:
+        yield
     except APIError as error:
         error.param = _FIELDS.get(error.param or "", error.param)
         raise

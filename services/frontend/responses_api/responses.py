@@ -99,3 +99,8 @@ class InputItemList(TypedDict):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: Natural

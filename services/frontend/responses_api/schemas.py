@@ -107,6 +107,12 @@ class ResponsesToolName(FunctionName):
     type: Literal["function"]
 
 
+class ResponsesAllowedTools(OpenObject):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponsesToolName], Field(min_length=1, max_length=fields.MAX_TOOLS, fail_fast=True)]
+
+
 class TextFormat(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text", "json_object", "json_schema"]
@@ -168,7 +174,7 @@ class ResponsesRequest(SampledRequest):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | ResponsesAllowedTools | None = None
     parallel_tool_calls: bool | None = True
     include: Annotated[list[Include], Field(max_length=16, fail_fast=True)] | None = None
     """Not used."""

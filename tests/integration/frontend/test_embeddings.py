@@ -86,7 +86,8 @@ def test_fewer_dimensions_are_cut_then_normalised(embedder: Frontend, engine: Sc
 
 def test_truncation_keeps_the_last_tokens(embedder: Frontend, engine: ScriptedScheduler) -> None:
     long = [i % VOCAB for i in range(CONTEXT + 500)]
-    for keep, kept in ((4, long[-4:]), (-1, long[-(CONTEXT - 1) :])):
+    whole = long[-(CONTEXT - 1) :]
+    for keep, kept in ((4, long[-4:]), (-1, whole), (CONTEXT, whole)):
         engine.script(embedding)
         response = embedder.post(PATH, {"input": [long, [1]], "truncate_prompt_tokens": keep})
         assert response.json()["usage"]["prompt_tokens"] == len(kept) + 1

@@ -22,6 +22,7 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     "strict": False,
 }
+ADD = {"type": "function", "name": "add"}
 REASONING = {"reasoning_parser": "deepseek_r1", "tool_call_parser": "hermes", "enable_auto_tool_choice": True}
 
 
@@ -99,16 +100,19 @@ def test_empty_answer_is_an_empty_message(frontend: Frontend, scheduler: Scripte
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])
+@pytest.mark.parametrize("choice", ["required", ADD, {"type": "allowed_tools", "mode": "required", "tools": [ADD]}])
 def test_required_tool_is_called(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, choice: Any) -> None:
-    said = '[{"name": "add", "parameters": {"a": 1}}]' if choice == "required" else '{"a": 1}'
+    said = '{"a": 1}' if choice == ADD else '[{"name": "add", "parameters": {"a": 1}}]'
     scheduler.script(answering(said))
-    answer = answer_of(frontend, stream, tools=[TOOL], tool_choice=choice)
+    tools = [TOOL, {**TOOL, "name": "subtract"}] if "tools" in choice else [TOOL]
+    answer = answer_of(frontend, stream, tools=tools, tool_choice=choice)
+    assert answer.to_dict()["tool_choice"] == choice
     (call,) = answer.output
     assert call.type == "function_call"
     assert (call.name, call.arguments, call.status) == ("add", '{"a": 1}', "completed")
     structured = scheduler.request().structured
     assert structured.kind is GrammarKind.JSON
+    assert "subtract" not in structured.text
 
 
 def test_reasoning_text_and_calls_are_items() -> None:
@@ -187,6 +191,20 @@ def test_stored_response_is_continued(frontend: Frontend, scheduler: ScriptedSch
         responses.retrieve(third.id)
 
 
+def test_input_tokens_are_those_of_the_response(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(answering("Hello"))
+    fields: Any = {"instructions": "Be brief.", "tools": [TOOL], "tool_choice": "required"}
+    first = answer_of(frontend, False, **fields)
+    fields |= {"input": "And you?", "previous_response_id": first.id}
+    counted = frontend.client().responses.input_tokens.count(model="demo", **fields)
+    assert counted.object == "response.input_tokens"
+    assert len(scheduler.requests) == 1
+    assert counted.input_tokens == answer_of(frontend, False, **fields).usage.input_tokens
+    with pytest.raises(openai.NotFoundError) as refused:
+        frontend.client().responses.input_tokens.count(model="demo", input="x", previous_response_id="resp_0")
+    assert refused.value.param == "previous_response_id"
+
+
 def test_pages_of_input_items(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(answering("Hello"))
     texts = [str(number) for number in range(45)]
@@ -234,6 +252,7 @@ BAD: list[dict[str, Any]] = [
     {"tools": [TOOL, {"type": "mcp", "server_label": "x"}]},
     {"tool_choice": "required"},
     {"tool_choice": {"type": "function", "name": "other"}, "tools": [TOOL]},
+    {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{**ADD, "name": "other"}]}, "tools": [TOOL]},
     {"background": True, "store": False},
     {"truncation": "auto"},
     {"top_logprobs": 2},

@@ -244,6 +244,18 @@ def test_required_tools_constrain_the_output_to_calls(pair: tuple[Frontend, Scri
     assert (choice.message.content, choice.finish_reason) == (None, "length")
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_those_of_the_request(spoken: Any, mode: str) -> None:
+    frontend, scheduler, _ = spoken
+    scheduler.script(answering("It is late."))
+    choice = allowed("get_weather", mode=mode)
+    for fields in ({"tools": TOOLS, "tool_choice": choice}, {"tools": [WEATHER], "tool_choice": mode}):
+        whole(frontend, **fields)
+    first, second = scheduler.request(0), scheduler.request(1)
+    assert (first.token_ids, first.structured) == (second.token_ids, second.structured)
+    assert "get_weather" in prompt_of(first)
+
+
 def test_grammar_begins_after_the_reasoning_of_a_reasoning_model(pair: tuple[Frontend, ScriptedScheduler]) -> None:
     frontend, scheduler = pair
     scheduler.script(answering(f"<think>hm</think>{ARGUMENTS}"))
@@ -303,6 +315,11 @@ def test_reasoning_content_and_calls_have_the_declared_fields(spoken: Any, strea
     check_answer("/v1/chat/completions", stream, response.text)
 
 
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def taking(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"function": {"name": "f", "parameters": parameters}}
 
@@ -311,6 +328,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "auto"}, "tool_choice", "tools"),
     ({"tool_choice": "required", "tools": []}, "tool_choice", "tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice", "nobody"),
+    ({"tools": [CLOCK], "tool_choice": allowed("now", "nobody")}, "tool_choice", "'nobody' is not among the tools"),
+    ({"tools": TOOLS, "tool_choice": allowed()}, "tool_choice", "at least 1"),
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "tool_choice"),
     ({"tools": TOOLS, "structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs", "this form of content"),
     ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice", "grammars"),

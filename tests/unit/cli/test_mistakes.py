@@ -84,6 +84,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "{weightless}"), "has no safetensors files; convert its .bin files"),
     (("serve", "{incomplete}"), "has no model-2.safetensors, which its index names; download the model again"),
     (("serve", "{pointer}"), "model.safetensors is a pointer of Git LFS, not the file; run `git lfs pull` in its"),
+    (("serve", "{pointer.gguf}"), "pointer.gguf is a pointer of Git LFS, not the file"),
     (("serve", "{pointers}"), "model-2.safetensors is a pointer of Git LFS"),
     (("serve", "{pointed-config}"), "config.json is a pointer of Git LFS, not the file"),
     (("serve", "{pointed-index}"), "model.safetensors.index.json is a pointer of Git LFS, not the file"),
@@ -227,7 +228,8 @@ def incomplete_models(tmp_path: Path) -> dict[str, str]:
         for file, text in files.items():
             (tmp_path / name / file).write_text(text)
     (tmp_path / "unread" / "model.safetensors").mkdir()  # an error that root gets, too
-    return {name: str(tmp_path / name) for name in added}
+    (tmp_path / "pointer.gguf").write_text(pointer)
+    return {name: str(tmp_path / name) for name in (*added, "pointer.gguf")}
 
 
 @pytest.mark.parametrize(("arguments", "reason"), MISTAKES, ids=lambda value: " ".join(value) if value else "")

@@ -196,6 +196,9 @@ class Choice(RequestStream):
             cached = end.num_cached_tokens
         if self.is_first and cached is not None:
             self._context.usage.cached.append(cached)
+        prompt, num_choices = self.prompt, self._context.body.n or 1
+        prompt.num_ended += 1
+        prompt.longest = max(prompt.longest, self._assembler.num_tokens)
         self._finish = self._chunk.finish = reason
         self._chunk.stop = stop if stop_string is None else stop_string
         ended = EndedChoice(
@@ -206,9 +209,10 @@ class Choice(RequestStream):
             self._assembler.num_tokens,
             end,
             self._last_token,
-            len(self.prompt.token_ids),
+            len(prompt.token_ids),
             self._max_tokens,
-            self._context.body.n or 1,
+            num_choices,
+            prompt.longest if prompt.num_ended == num_choices else None,
             self.duplicates,
             self.is_resumed,
             cached,

@@ -13,10 +13,11 @@ from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
-from services.frontend.errors import GONE, APIError, invalid
+from services.frontend.errors import GONE, APIError, invalid, unknown_tool
 from services.frontend.json_text import MAX_DEPTH, json_value
+from services.frontend.openai.schemas.messages import AllowedSet, AllowedTools
 from services.frontend.openai.schemas.open_object import HINTS, Neutral, OpenObject
-from services.frontend.openai.schemas.requests import BaseGenerationRequest
+from services.frontend.openai.schemas.requests import BaseGenerationRequest, ChatRequest
 
 log = logging.getLogger("runahead.frontend")
 
@@ -95,7 +96,18 @@ def validated(content: dict[str, Any], kind: type[B]) -> B:
         raise _named(error) from None
     if isinstance(body, BaseGenerationRequest) and body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", "stream_options")
+    if isinstance(body, ChatRequest) and isinstance(body.tool_choice, AllowedTools):
+        _keep_allowed(body, body.tool_choice.allowed_tools)
     return body
+
+
+def _keep_allowed(body: ChatRequest, allowed: AllowedSet) -> None:
+    """Leave only the tools that may be called, also for the prompt. Raises: APIError, if one is not among them"""
+    names = {tool.function.name for tool in allowed.tools}
+    body.tools = [tool for tool in body.tools or () if tool.function.name in names]
+    body.tool_choice = allowed.mode
+    if missing := names - {tool.function.name for tool in body.tools}:
+        raise unknown_tool(min(missing))
 
 
 async def read_object(http: HTTPRequest) -> dict[str, Any]:

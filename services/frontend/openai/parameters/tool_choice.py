@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputParams
-from services.frontend.errors import invalid
+from services.frontend.errors import invalid, unknown_tool
 from services.frontend.json_text import json_text
 from services.frontend.openai.parameters.structured import as_tag_format, constraint_field, structured_params
-from services.frontend.openai.schemas.messages import NamedTool
+from services.frontend.openai.schemas.messages import AllowedTools, NamedTool
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.tools import schema
 from services.frontend.tools.json_calls import NamedParser, RequiredParser
@@ -34,6 +34,7 @@ class ToolChoice:
         Raises: APIError
         """
         given = body.tool_choice
+        assert not isinstance(given, AllowedTools), "they are the tools of a validated body"
         tools = _by_name(body)
         if not tools and given not in (None, "none"):
             raise invalid("tool_choice needs tools", "tool_choice")
@@ -68,9 +69,7 @@ class ToolChoice:
         if isinstance(choice, NamedTool):
             name = choice.function.name
             if name not in tools:
-                problem = "is not among the tools"
-                message = f"tool_choice: {name!r} {problem}"
-                raise invalid(message, "tool_choice", logged=f"tool_choice: the name {problem}")
+                raise unknown_tool(name)
             grammar = _grammar(schema.arguments_schema(tools[name]))
             return cls(frozenset({name}), 1, grammar, NamedParser)
         grammar = _grammar(schema.calls_schema(tools, max_calls))

@@ -16,6 +16,10 @@ class Prompt:
     num_hidden: int = 0
     """Special tokens at the beginning that `text` does not have; filled if log-probabilities are echoed."""
     media: Media | None = None
+    num_ended: int = 0
+    """Choices that have ended by themselves."""
+    longest: int = 0
+    """Tokens of the longest of these choices."""
     logprobs: dict[int, RawLogprobs] = field(default_factory=dict)
     """By position, if the body requests them. The first position has none."""
     _waiting: list[RequestStream] = field(default_factory=list)

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from protocol.media import MediaFile
+from services.frontend.json_text import json_text
 from services.frontend.openai.schemas.fields import JSON, MAX_PARTS, MAX_TOOLS, MAX_URL, GivenName, Text, ToolName
 from services.frontend.openai.schemas.open_object import NEUTRAL_IN_MESSAGE, Neutral, OpenObject
 
@@ -78,9 +79,16 @@ FilePart = ImagePart | AudioURLPart | InputAudioPart
 ContentPart = Annotated[TextPart | RefusalPart | FilePart, Field(discriminator="type")]
 
 
+def _as_text(arguments: object) -> object:
+    """Return arguments as text; clients of vLLM and of chat templates also send the object itself."""
+    if arguments is None:
+        return ""
+    return json_text(arguments) if isinstance(arguments, dict) else arguments
+
+
 class FunctionCall(OpenObject):
     name: GivenName
-    arguments: Text = ""
+    arguments: Annotated[Text, BeforeValidator(_as_text)] = ""
     """The text of a JSON object."""
 
 
@@ -142,3 +150,15 @@ class FunctionName(OpenObject):
 class NamedTool(OpenObject):
     type: Literal["function"] = "function"
     function: FunctionName
+
+
+class AllowedSet(OpenObject):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(OpenObject):
+    """Some of the tools: the request is the same as one with these alone, and `mode` as `tool_choice`."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedSet

@@ -9,7 +9,7 @@ from protocol.pooling import PoolingTask
 from protocol.requests import MAX_PRIORITY
 from protocol.sampling import MAX_REPETITION_PENALTY
 from services.frontend.openai.schemas import fields
-from services.frontend.openai.schemas.messages import MessageParam, NamedTool, Tool
+from services.frontend.openai.schemas.messages import AllowedTools, MessageParam, NamedTool, Tool
 from services.frontend.openai.schemas.open_object import NEUTRAL, Neutral, OpenObject
 
 
@@ -183,7 +183,7 @@ class ChatRequest(BaseGenerationRequest):
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     tools: Annotated[list[Tool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None

@@ -29,6 +29,7 @@ OPEN = {
     "FunctionCallOutput", "ReasoningItem", "InputText", "RefusalPart", "ReasoningText",
     "StreamOptions", "Tool", "FunctionDefinition", "NamedTool", "FunctionName", "AnthropicToolChoice", "Thinking",
     "OutputConfig", "RerankDocument", "ResponsesToolName", "TextOptions", "ReasoningOptions", "ResponsesStreamOptions",
+    "AllowedTools", "AllowedSet", "ResponsesAllowedTools",
 }  # fmt: skip
 """Objects whose unknown fields are ignored."""
 

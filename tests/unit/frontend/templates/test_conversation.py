@@ -185,6 +185,16 @@ def test_arguments_that_are_no_object_are_empty_so_that_the_conversation_goes_on
     assert '{"name": "f", "arguments": {}}' in render(FILES["hermes"], body)
 
 
+@pytest.mark.parametrize(("given", "text"), [({"city": "Köln"}, '{"city": "Köln"}'), (None, "{}"), ({}, "{}")])
+def test_arguments_may_be_the_object_itself(given: dict[str, str] | None, text: str) -> None:
+    prompts = [
+        render(FILES["hermes"], {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]})
+        for call in ({"id": "1", "function": {"name": "f", "arguments": each}} for each in (given, text))
+    ]
+    assert prompts[0] == prompts[1]
+    assert f'"arguments": {text}' in prompts[0]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_message_of_a_developer_is_one_of_the_system_where_the_template_does_not_know_the_role(name: str) -> None:
     developer = {"role": "developer", "content": "Answer in French."}
