@@ -55,7 +55,7 @@ def test_steps_that_overlap_keep_the_rules_of_the_format(ranks: int) -> None:
     assert names == {"scheduler", "requests", *(f"rank {rank}" for rank in range(ranks))}
 
 
-@pytest.mark.parametrize("measured", [RANK_TIMES, RANK_TIMES[1:], ("forward_began", "forward_ended")])
+@pytest.mark.parametrize("measured", [RANK_TIMES, RANK_TIMES[1:], ("forward_began", "forward_ended", "sent")])
 @pytest.mark.parametrize("skew", [-0.050, -0.012, 0.0, 0.012, 0.050])
 def test_arrows_are_attached_though_the_clock_of_a_rank_is_off(skew: float, measured: tuple[str, ...]) -> None:
     steps = [pipelined(step_id) for step_id in range(1, 4)]
