@@ -3,8 +3,6 @@
 import ipaddress
 import socket
 
-_MAPPED_ANY = ipaddress.ip_address("::ffff:0.0.0.0")
-
 
 def listen(host: str) -> socket.socket:
     """Return a socket that listens on a free port of `host`.
@@ -13,8 +11,7 @@ def listen(host: str) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=1024)
-    address = ipaddress.ip_address(listener.getsockname()[0])
-    if address.is_unspecified or address == _MAPPED_ANY:
+    if ipaddress.ip_address(listener.getsockname()[0]).is_unspecified:
         listener.close()
         raise ValueError("it means all addresses of this machine, and ranks have no authentication")
     return listener

@@ -150,11 +150,24 @@ def test_failed_requests_are_counted_and_give_status_1(
         assert ("Serving Benchmark Result" in printed.out) == is_reported
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"result_filename": "result.json"}, "result.json"), ({"save_result": True}, "bench-*-*.json"), ({}, "no file")],
+)
 def test_results_are_written_with_the_names_of_vllm(
-    server: StubServer, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+    server: StubServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    name: str,
 ) -> None:
-    file = tmp_path / "result.json"
-    assert bench(config(server, num_prompts=4, result_filename=str(file))) == 0
+    monkeypatch.chdir(tmp_path)
+    assert bench(config(server, num_prompts=4, **options)) == 0
+    assert [*tmp_path.glob(name)] == [*tmp_path.iterdir()]
+    if not options:
+        return
+    (file,) = tmp_path.iterdir()
     result = json.loads(file.read_text())
     totals = {"duration", "completed", "failed", "total_input_tokens", "total_output_tokens"}
     rates = {"request_throughput", "output_throughput", "total_token_throughput", "max_concurrency"}

@@ -4,6 +4,9 @@ import signal
 
 import pytest
 
+from services.cli.settings import ConfigurationError
+from services.cli.start import check_endpoints
+from services.config import SchedulerConfig, ServiceConfig, WorkerConfig
 from tests.preloaded import ERRORS, OUTPUT, PreloadedProcess
 
 CODE = """
@@ -57,3 +60,15 @@ def test_an_unexpected_error_on_a_thread_ends_the_service_with_its_traceback() -
     assert "JSONDecodeError" in output
     assert "CRITICAL runahead: AttributeError: 'NoneType'" in output
     assert output.count("Traceback") == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (WorkerConfig(scheduler_endpoint="udp://x:1"), "--scheduler-endpoint: 'udp://x:1' is not an endpoint"),
+        (SchedulerConfig(worker_endpoint="tcp://10.0.0.1:5602"), "--worker-endpoint: .* loopback address; make keys"),
+    ],
+)
+def test_endpoint_that_cannot_be_used_is_refused_by_its_flag(config: ServiceConfig, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        check_endpoints(config)

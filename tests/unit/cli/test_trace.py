@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.records import EngineEvent, EngineEventKind, RequestRecord, RequestTimes
-from services.cli.trace.events import RANK_TIMES, SCHEDULER, TraceWriter
+from services.cli.trace.events import FIRST_RANK, RANK_TIMES, SCHEDULER, TraceWriter
 from services.frontend.steps.ring import StepRing
 from services.frontend.steps.view import entry_json
 from tests.unit.cli.trace_format import check
@@ -55,14 +55,17 @@ def test_steps_that_overlap_keep_the_rules_of_the_format(ranks: int) -> None:
     assert names == {"scheduler", "requests", *(f"rank {rank}" for rank in range(ranks))}
 
 
-@pytest.mark.parametrize("measured", [RANK_TIMES, RANK_TIMES[1:], ("forward_began", "forward_ended")])
+@pytest.mark.parametrize("measured", [RANK_TIMES, RANK_TIMES[1:], ("forward_began", "forward_ended", "sent")])
 @pytest.mark.parametrize("skew", [-0.050, -0.012, 0.0, 0.012, 0.050])
 def test_arrows_are_attached_though_the_clock_of_a_rank_is_off(skew: float, measured: tuple[str, ...]) -> None:
     steps = [pipelined(step_id) for step_id in range(1, 4)]
     for rank in (rank for step in steps for rank in step["ranks"]):
         rank.update({name: rank[name] + skew if name in measured else 0.0 for name in RANK_TIMES})
-    arrows = check(TraceWriter(steps).document())
+    trace = TraceWriter(steps).document()
+    arrows = check(trace)
     assert Counter(arrow.name for arrow in arrows) == {"plan": 3 * 2, "result": 3}
+    parts = {event["name"].partition(": ")[2] for event in events_of(trace, "X") if event["pid"] >= FIRST_RANK}
+    assert parts == ({"", "sampling", "send"} if "sampled" in measured else {""})
     assert all(source["name"] == target["name"] for _, source, target in arrows)
 
 

@@ -34,6 +34,7 @@ def test_alerts_have_a_summary_and_a_remedy() -> None:
     assert len(set(names)) == len(names)
     for rule in group["rules"]:
         assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["expr"]
         assert set(rule["annotations"]) == {"summary", "description"}
 
 

@@ -127,6 +127,7 @@ def test_pods_meet_the_restricted_profile(service: str) -> None:
     assert pod["securityContext"]["runAsUser"] > 0
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert pod["automountServiceAccountToken"] is False
+    assert pod["enableServiceLinks"] is False, "variables of Services would have the names of settings"
     assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(pod)
     assert only["securityContext"] == {
         "allowPrivilegeEscalation": False,
@@ -259,6 +260,8 @@ def test_network_policies_allow_only_the_connections_of_the_services() -> None:
         ("worker", "scheduler", 5602),
         *(("worker", "worker", port) for port in ports),  # between ranks, at any port
     }
+    (names,) = named("NetworkPolicy", "runahead-default-deny")["spec"]["egress"]
+    assert names["ports"] == [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
 
 
 def test_grace_period_covers_the_pre_stop_hook_and_open_streams() -> None:

@@ -87,6 +87,21 @@ def test_every_object_matches_the_schema_of_its_kind(overlay: str) -> None:
         kubernetes_validate.validate(pod, "1.33", strict=True)
 
 
+@pytest.mark.parametrize("overlay", ["leader-worker-sets", "ray"])
+def test_pods_of_engines_are_restricted_and_have_time_for_probes_and_streams(overlay: str) -> None:
+    for template in pod_templates(overlay).values():
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False, "variables of Services would have the names of settings"
+        assert pod["terminationGracePeriodSeconds"] >= 120
+        (container,) = pod["containers"]
+        assert "memory" in container["resources"]["limits"]
+        probes = [probe for name, probe in container.items() if name.endswith("Probe")]
+        assert len(probes) == (0 if overlay == "ray" else 3), "KubeRay adds its own"
+        assert all(probe["timeoutSeconds"] > 5 for probe in probes)
+
+
 def test_the_workers_of_the_base_match_the_schema() -> None:
     workers = rendered("../base")["LeaderWorkerSet", "runahead-worker"]
     jsonschema.validate(workers["spec"], schema(KINDS["LeaderWorkerSet"]))

@@ -26,13 +26,14 @@ from protocol.membership import (
     Shutdown,
     WorkerMessage,
 )
+from protocol.pooling import PoolingModel
 from protocol.requests import EngineMessage, EnginePhase, EngineState
 from protocol.steps import KeepPins, KeptPin, LoadBlocks, StepFault
 from services.config import SchedulerConfig
 from services.scheduler.engine_state import StateReports
 from services.scheduler.membership import Action, Ended, FailRequests, News, Refuse, Send, Started, WorkerGroup
 from services.scheduler.membership.formation import RETURN_SECONDS
-from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS
+from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS, PROVEN_AFTER
 from services.scheduler.membership.member_states import MemberState
 from services.scheduler.membership.step_watch import FLOOR, SMALLEST, STRETCH, StepSize
 from services.scheduler.membership.timeouts import ASSIGN_TIMEOUT, LOAD_SILENCE, LOAD_STALL, RETURN_TIMEOUT
@@ -477,6 +478,25 @@ def test_groups_that_never_serve_are_not_formed_for_ever() -> None:
     assert g.status.detail == "5 groups of workers in a row were lost before they served: worker host:1 is gone"
 
 
+@pytest.mark.parametrize(("seconds", "fails"), [(PROVEN_AFTER - 1, True), (PROVEN_AFTER, False)])
+def test_groups_that_were_idle_for_long_are_no_reason_to_give_up(seconds: float, fails: bool) -> None:
+    g = group()
+    for number in range(MAX_FUTILE_EPOCHS):
+        g.serve("a", at=number * 100.0)
+        g.lose("a", number * 100.0 + seconds)
+    g.check(MAX_FUTILE_EPOCHS * 100.0)
+    assert g.failed is fails
+
+
+@pytest.mark.parametrize(("whole_prompts", "longest"), [(False, 512), (True, 257)])
+def test_a_model_that_computes_prompts_in_one_step_has_no_longer_context(whole_prompts: bool, longest: int) -> None:
+    g = registered("a", max_num_batched_tokens=256)
+    g.send("a", msgspec.structs.replace(LOADED, epoch=1, pooling=PoolingModel("embed", 8, whole_prompts)))
+    (started,) = g.send("a", Ready(1))
+    assert isinstance(started, Started)
+    assert (started.limits.max_model_len, started.limits.enable_prefix_caching) == (longest, not whole_prompts)
+
+
 def test_the_last_loss_may_be_explained_before_the_group_gives_up() -> None:
     g = group()
     for _ in range(MAX_FUTILE_EPOCHS):
@@ -647,7 +667,8 @@ def test_a_batch_that_decodes_without_memory_is_retried_with_half_of_its_rows(dr
     speculative = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else None
     g = serving("a", speculative_config=speculative)
     g.on_dispatch(7, 0.5, size)
-    assert not any(a.is_fault for a in g.send("a", out_of_memory(1, 7), 1.0) if isinstance(a, Ended))
+    (ended,) = [a for a in g.send("a", out_of_memory(1, 7), 1.0) if isinstance(a, Ended)]
+    assert not ended.is_fault
     (assignment,) = sent(g.register("a", at=2.0), Assignment).values()
     assert assignment.num_slots == 40
     limits = g.start(3.0).limits
@@ -658,7 +679,8 @@ def test_a_batch_that_decodes_without_memory_is_retried_with_half_of_its_rows(dr
 def test_a_step_without_memory_that_cannot_be_halved_is_a_failure(size: StepSize) -> None:
     g = serving("a")
     g.on_dispatch(1, 0.5, size)
-    assert all(a.is_fault for a in g.send("a", out_of_memory(1, 1), 1.0) if isinstance(a, Ended))
+    (ended,) = [a for a in g.send("a", out_of_memory(1, 1), 1.0) if isinstance(a, Ended)]
+    assert ended.is_fault
 
 
 def test_steps_that_take_long_raise_the_limit_of_later_ones() -> None:

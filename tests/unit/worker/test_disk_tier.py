@@ -135,6 +135,8 @@ def test_the_files_used_last_stay_within_the_limit(directory: Path) -> None:
     assert foreign.read_text() == "not a block"
     found = [number for number in range(100) if kept.has(name(number))]
     assert found[1:] == list(range(found[1], 100)), "the newest"
+    left = [name(number) for number in range(100) if number not in found]
+    assert kept.changes.take() == (b"".join(map(name, range(100))), b"".join(left)), "its own model's"
     assert len(found) > KEPT * 50 * SIZE / (SIZE + 100) - 3
     assert read(tier(directory, "another model"), 0) is None, "the least recently used one is of another model"
 

@@ -51,6 +51,13 @@ def test_ipv6_addresses() -> None:
         assert address_facing("tcp://[::1]:5555") == "::1"
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "", "::", "0:0::0", "::ffff:0.0.0.0", "::ffff:0:0"])
+def test_no_socket_listens_on_all_addresses(host: str) -> None:
+    """The system refuses IPv4 addresses in a socket of IPv6."""
+    with pytest.raises((ValueError, OSError)):
+        listen(host)
+
+
 @pytest.mark.parametrize(("bound", "fits"), [("127.0.0.1", True), ("127.0.0.2", False), ("0.0.0.0", False)])
 def test_listener_on_another_address_is_refused(bound: str, fits: bool) -> None:
     before = sockets()

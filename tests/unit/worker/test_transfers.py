@@ -229,5 +229,9 @@ def test_the_memory_tier_keeps_what_was_used_last() -> None:
     assert [tier.has(name(number)) for number in range(4)] == [True, False, True, True]
     tier.put(name(3), memoryview(bytes(SIZE)))
     assert [tier.has(name(number)) for number in range(4)] == [True, False, True, True], "a block counts once"
+    assert tier.num_bytes == 3 * SIZE
+    tier.drop(name(0))
+    assert tier.num_bytes == 2 * SIZE
+    assert tier.changes.take() == (b"".join(map(name, (0, 1, 2, 3, 3))), name(1) + name(0))
     tier.put(name(4), memoryview(bytes(4 * SIZE)))
     assert not tier.has(name(4)), "it is larger than the tier"

@@ -220,5 +220,7 @@ async def test_without_allowed_origins_no_page_may_read_an_answer_or_post_withou
         for kind, status in {"text/plain": 403, "application/json": 200}.items():
             headers = {"sec-fetch-site": "cross-site", "content-type": kind}
             assert (await client.post("/v1/completions", headers=headers)).status_code == status
-        response = await client.get("/v1/models", headers={"origin": "https://evil.com"})
+        headers = {"origin": "https://evil.com", "sec-fetch-site": "cross-site"}
+        response = await client.get("/v1/models", headers=headers)
+        assert response.status_code == 200, "a link of a page"
         assert "access-control-allow-origin" not in response.headers

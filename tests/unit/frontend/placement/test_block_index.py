@@ -86,6 +86,7 @@ def test_names_of_prefixes_are_those_of_blocks(num_tokens: int, block_size: int)
     blocks: list[bytes] = []
     extend_names(blocks, "salt", tokens, block_size)
     prefixes = PrefixNames(block_size, 100)
+    prefixes.of(pack([9] * num_tokens), "salt")  # another prompt
     for _ in range(2):  # made, then found
         names = prefixes.of(tokens, "salt")
         lengths = [prefixes.num_tokens(count) for count in range(1, len(names) + 1)]

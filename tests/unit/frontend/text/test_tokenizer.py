@@ -192,6 +192,10 @@ def test_longest_token_is_unknown_if_a_token_stands_for_any_amount_of_text(
     text = "x" * 1000
     assert len(text) // BYTE_LEVEL.max_token_chars <= len(BYTE_LEVEL.encode(text, add_special_tokens=False))
     assert byte_fallback.max_token_chars > 0
+    normalizing = HFTokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    normalizing.normalizer = normalizers.NFC()
+    normalizing.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path).max_token_chars == 3 * BYTE_LEVEL.max_token_chars, "a letter may be three characters"
     words = HFTokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
