@@ -1,6 +1,7 @@
 """When a step goes on without its masks."""
 
 import math
+import sys
 import threading
 from itertools import count
 
@@ -103,13 +104,13 @@ def test_messages_of_one_step_are_joined() -> None:
 
 @pytest.mark.parametrize("number", [1, 5])
 def test_masks_of_steps_that_are_over_are_not_kept(number: int) -> None:
-    inbox = MaskInbox(2)
-    for step_id in range(1, number + 2):
-        inbox.put(grammar(step_id, 4))
+    inbox, masks = MaskInbox(2), [grammar(step_id, 4) for step_id in range(1, number + 3)]
+    for place in range(number + 1):
+        inbox.put(masks[place])
     inbox.take(number, rows(4), OVER)
-    inbox.put(grammar(number, 7))
-    assert inbox.poll(number + 1, rows(4), OVER).parts == [grammar(number + 1, 4)]
-    assert not inbox._masks  # noqa: SLF001
+    inbox.put(masks[number - 1])
+    assert inbox.poll(number + 1, rows(4), OVER).parts == [masks[-2]]
+    assert len({sys.getrefcount(each) for each in masks}) == 1, "none is kept; the last one was not sent"
 
 
 class MasksOnTheWay(VirtualClock):

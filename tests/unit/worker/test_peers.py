@@ -113,7 +113,7 @@ def test_no_check_of_connections_takes_the_place_of_an_answer(serve: Callable[..
     for each in (client, other):
         each.handshake(PEER_ROLE, "peer", 5)
     other.close()
-    wait_until(lambda: server._server.sweeps, "the server has seen that one left")  # noqa: SLF001
+    wait_until(lambda: server.server.sweeps, "the server has seen that one left")
     client.send(FetchBlocks(IDENTITY, name(1)))
     assert client.socket.recv() == encode(FetchedBlocks(0, memoryview(b"")))
     client.close()
