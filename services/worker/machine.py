@@ -4,33 +4,33 @@ import os
 import sys
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 MEMORY_SHARE = 0.25
 """Default share of free memory for the KV cache. Pages are allocated at first use."""
 
 
-def cores() -> int:
-    """Return the number of processors that this process may run on, at least 1."""
+def cores(group: Path = CONTROL_GROUP) -> int:
+    """Return the number of processors that this process may run on, at least 1. `group`: files of its limits."""
     number = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = _words(_CGROUP / "cpu.max") or _words(_CGROUP / "cpu/cpu.cfs_quota_us", _CGROUP / "cpu/cpu.cfs_period_us")
+    quota = _words(group / "cpu.max") or _words(group / "cpu/cpu.cfs_quota_us", group / "cpu/cpu.cfs_period_us")
     if len(quota) == 2 and quota[0].isdigit():
         number = min(number, -(-int(quota[0]) // int(quota[1])))
     return max(1, number)
 
 
-def free_memory() -> int:
-    """Return the bytes that can be allocated without swapping."""
+def free_memory(group: Path = CONTROL_GROUP) -> int:
+    """Return the bytes that can be allocated without swapping. `group`: files of this process's limits."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
     # Version 2 of control groups, else version 1
-    numbers, statistics, prefix = _words(_CGROUP / "memory.max", _CGROUP / "memory.current"), "memory.stat", ""
+    numbers, statistics, prefix = _words(group / "memory.max", group / "memory.current"), "memory.stat", ""
     if not numbers:
-        numbers = _words(_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes")
+        numbers = _words(group / "memory/memory.limit_in_bytes", group / "memory/memory.usage_in_bytes")
         statistics, prefix = "memory/memory.stat", "total_"
     if len(numbers) == 2 and numbers[0].isdigit():
-        found = dict(line.split() for line in _lines(_CGROUP / statistics))
+        found = dict(line.split() for line in _lines(group / statistics))
         cached = sum(int(found.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))  # given back in need
         free = min(free, int(numbers[0]) - int(numbers[1]) + cached)
     return max(0, free)

@@ -87,7 +87,9 @@ class RankPool:
         self._processes: list[NativeRankProcess] = []
 
     def take(self, number: int) -> list[NativeRankProcess]:
-        self._processes = [process for process in self._processes if process.alive]
+        for process in [each for each in self._processes if not each.alive]:
+            process.kill()  # closes its pipes
+            self.discard(process)
         while len(self._processes) < number:
             self._processes.append(NativeRankProcess())
         return self._processes[:number]

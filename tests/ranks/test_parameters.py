@@ -139,8 +139,7 @@ def alone(alone_with: Callable[[str], Answers]) -> Answers:
 
 def replace_worker(running: EngineProcesses, client: FrontendConnection) -> None:
     """Kill the worker when some requests have finished, and start another one."""
-    while len(client.finished) < KILLED_AFTER:
-        client.receive()
+    client.read_until(lambda: len(client.finished) >= KILLED_AFTER)
     assert len(client.finished) < len(REQUESTS)
     running.workers.pop().kill()
     running.add_worker()

@@ -7,7 +7,6 @@ every batch (batch invariance; docs/invariants.md), so the tokens are equal with
 import os
 import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -63,11 +62,6 @@ def generate(client: FrontendConnection) -> None:
         client.generate(number, prompt, params, structured=LETTERS if number % 4 == 2 else None)
 
 
-def wait(client: FrontendConnection, until: Callable[[FrontendConnection], bool]) -> None:
-    while client.state is None or not until(client):
-        client.receive()
-
-
 def delivered(client: FrontendConnection) -> int:
     return sum(map(len, client.tokens.values()))
 
@@ -102,7 +96,7 @@ def with_spare(running: EngineProcesses, layout: str) -> FrontendConnection:
     """Return the client of a group that serves and has a spare, which is the last of `running.workers`."""
     client = running.connect()
     running.add_worker()
-    wait(client, lambda c: c.state.stats.get("num_workers") == len(running.workers))
+    client.wait_state(lambda state: state.stats.get("num_workers") == len(running.workers))
     return client
 
 
@@ -112,8 +106,7 @@ def disturb(client: FrontendConnection, rng: random.Random) -> None:
     client.finished.clear()
     generate(client)
     goal = rng.randrange(len(STREAMS) * (TOKENS - 8))
-    while delivered(client) < goal:
-        client.receive()
+    client.read_until(lambda: delivered(client) >= goal)
 
 
 def test_killed_ranks_cost_no_stream_a_token(layout: str, undisturbed: dict[int, list[int]], tmp_path: Path) -> None:
@@ -133,10 +126,10 @@ def test_killed_ranks_cost_no_stream_a_token(layout: str, undisturbed: dict[int,
             assert client.tokens == undisturbed, f"{layout}, moment {moment}"
             running.add_worker()
             client.generate(99, [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0))  # a state follows
-            wait(client, lambda c: c.state.stats.get("num_workers") == tp * pp + 1)
+            client.wait_state(lambda state: state.stats.get("num_workers") == tp * pp + 1)
             assert client.state.stats["epoch"] == moment + 2
             client.wait_finished(99)
-        wait(client, lambda c: c.state.stats["kv_cache_usage_perc"] == 0)
+        client.wait_state(lambda state: state.stats["kv_cache_usage_perc"] == 0)
         accepted = client.state.stats.get("spec_decode_num_accepted_tokens", 0)
         assert (accepted > 100) == ("drafts" in layout)
         pids = [process.pid for process in running.workers]
@@ -154,12 +147,12 @@ def test_a_stopped_rank_is_declared_dead_and_its_late_messages_are_dropped(
         client = with_spare(running, layout)
         disturb(client, random.Random(layout))
         running.worker.send_signal(signal.SIGSTOP)
-        wait(client, lambda c: c.state.phase is EnginePhase.RECOVERING)
-        wait(client, lambda c: c.state.phase is EnginePhase.READY)
+        client.wait_state(lambda state: state.phase is EnginePhase.RECOVERING)
+        client.wait_state(lambda state: state.phase is EnginePhase.READY)
         running.worker.send_signal(signal.SIGCONT)
         client.wait_finished(*STREAMS)
         assert {end.reason for end in client.finished.values()} == {FinishReason.LENGTH}
         assert client.tokens == undisturbed
         client.generate(99, [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0))
-        wait(client, lambda c: c.state.stats.get("num_workers") == tp * pp + 1)
+        client.wait_state(lambda state: state.stats.get("num_workers") == tp * pp + 1)
         assert client.state.stats["epoch"] == 2

@@ -1,4 +1,4 @@
-"""Aborts, reused numbers, pool limits, priorities, cache resets, timing and worker faults."""
+"""Aborts, reused numbers, pool limits, priorities, cache resets and worker faults."""
 
 import msgspec
 import pytest
@@ -126,35 +126,6 @@ def test_reset_prefix_cache_with_a_full_queue(depth: int, reset_running: bool) -
     world.drain()
     assert (world.store.counters["num_preemptions"] > 0) == reset_running
     assert all(stream.tokens == stream.answer.tokens for stream in world.streams)
-
-
-SCHEDULE_MS, STEP_MS = 40, 50
-
-
-def _play_on_a_virtual_clock(depth: int) -> tuple[float, float]:
-    """Return (ms until the first token, ms per step afterwards) with a slow scheduler and a slow worker."""
-    world = World(ROOMY, depth)
-    stream = world.add(prompt_of(10), params(40, eos=False))
-    now, worker_free, ends, arrivals = 0, 0, {}, []
-    while stream.open:
-        sent = world.dispatch()
-        now += SCHEDULE_MS * sent
-        for step_id in list(world.pending)[len(world.pending) - sent :]:
-            worker_free = ends[step_id] = max(worker_free, now) + STEP_MS
-        now = max(now, ends[next(iter(world.pending))])
-        arrivals.append(now)
-        world.complete()
-        world.publish()
-    world.drain()
-    return arrivals[0], (arrivals[30] - arrivals[10]) / 20
-
-
-def test_schedule_and_step_overlap_on_a_virtual_clock() -> None:
-    first_sync, per_step_sync = _play_on_a_virtual_clock(1)
-    first_async, per_step_async = _play_on_a_virtual_clock(2)
-    assert per_step_sync == SCHEDULE_MS + STEP_MS
-    assert per_step_async == STEP_MS
-    assert first_async <= first_sync + STEP_MS
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -27,7 +27,7 @@ def world() -> World:
     computing = World(LIMITS, 2, tier=SimulatedTier())
     computing.add(PROMPT, params(2))
     computing.drain()
-    world = World(LIMITS, 2, tier=SimulatedTier())
+    world = World(LIMITS, 2, use_priority=True, tier=SimulatedTier())
     world.checker.known.update(computing.checker.known)
     world.tier.kept = {name: [*computing.checker.known[name]] for name in names_of(PROMPT)[:4]}
     return world
@@ -158,7 +158,6 @@ def test_a_lost_epoch_leaves_no_load_and_its_requests_ask_again(world: World) ->
 
 
 def test_a_request_displaces_another_when_its_load_has_ended(world: World) -> None:
-    world.engine._use_priority = True  # noqa: SLF001
     others = [world.add([3, i], params(6, eos=False), priority=1) for i in range(LIMITS.max_num_seqs)]
     world.step()
     stream = world.add(PROMPT, params(2))

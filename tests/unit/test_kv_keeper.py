@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -63,13 +63,16 @@ class ClaimingRank(KeptMemory):
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
+        self.connections = ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._socket is not None:
-            self._socket.close()
+        self.connections.close()
+
+    def connected(self) -> socket.socket:
+        return self.connections.enter_context(super().connected())
 
     def found(self, digest: bytes = ONE) -> bytes:
         """Return the content of the claimed memory."""

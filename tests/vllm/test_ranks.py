@@ -165,8 +165,7 @@ def test_two_ranks_answer_like_one_also_after_a_rank_was_lost(
         assert all(first.values())
         assert not created(before), "no name lasts longer than the groups take to form"
         running.workers[1].kill()
-        while client.state is None or client.state.phase is EnginePhase.READY:
-            client.receive()
+        client.wait_state(lambda state: state.phase is not EnginePhase.READY)
         running.add_worker()
         client.wait_ready()
         second = shared_pages(running.workers[0])
@@ -174,8 +173,7 @@ def test_two_ranks_answer_like_one_also_after_a_rank_was_lost(
         assert {name: second[name] for name in first} == dict.fromkeys(first, 0)
 
         numbers = submit(client, 100)
-        while not client.tokens[numbers[0]]:
-            client.receive()
+        client.read_until(lambda: client.tokens[numbers[0]])
         running.workers[2].kill()
         running.add_worker()
         running.add_worker()  # the other rank may wait in memory shared with the lost one: then it ends too

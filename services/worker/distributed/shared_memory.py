@@ -32,7 +32,7 @@ _LINE = 64
 _AREA = _LINE + 2 * CAPACITY
 _NONCE = 16
 """Bytes at the beginning of the memory that prove that two ranks have mapped the same one."""
-_NUMBERS = 1 << 30
+NUMBERS = 1 << 30
 """Numbers of exchanges begin again at 0 behind this many."""
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1
 
@@ -130,7 +130,7 @@ class SharedMemory:
         """
         if self._aborted.is_set():
             raise RanksLost("the epoch has ended")
-        number = self._number = (self._number + 1) % _NUMBERS
+        number = self._number = (self._number + 1) % NUMBERS
         count, half = x.nbytes, number % 2
         own = self._numbers[self.rank]
         self._buffers[self.rank][half][:count].copy_(x.view(-1).view(torch.uint8))
@@ -152,7 +152,7 @@ class SharedMemory:
         Raises: RanksLost
         """
         word = self._numbers[rank]
-        while ((found := word.value) - number) % _NUMBERS > 1:
+        while ((found := word.value) - number) % NUMBERS > 1:
             if self._left[rank].value:
                 raise RanksLost("another rank has left the epoch")
             if self._aborted.is_set():

@@ -52,14 +52,14 @@ class PeerServer:
         self._find = find
         security = replace(security, binds_as="worker")
         try:
-            self._server = Server(endpoint, {PEER_ROLE}, security, MAX_ANSWERS)
+            self.server = Server(endpoint, {PEER_ROLE}, security, MAX_ANSWERS)
             key = server_pair(security.keys, "worker")[0].decode() if security.keys is not None else ""
         except (OSError, ValueError) as error:
             raise LoadError(f"--kv-peer-address: {error}") from None
-        if is_everywhere(self._server.endpoint):
-            self._server.close()
+        if is_everywhere(self.server.endpoint):
+            self.server.close()
             raise LoadError(f"--kv-peer-address {endpoint}: other engines need one address of this machine instead")
-        self.address = f"{self._server.endpoint} {key}".strip()
+        self.address = f"{self.server.endpoint} {key}".strip()
         """`Loaded.kv_peer`"""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="blocks peers", daemon=True)
@@ -71,7 +71,7 @@ class PeerServer:
 
     def _serve(self) -> None:
         name_this_thread()
-        server, poller = self._server, zmq.Poller()
+        server, poller = self.server, zmq.Poller()
         for source in server.sockets:
             poller.register(source, zmq.POLLIN)
         while not self._closing.is_set():
@@ -85,9 +85,9 @@ class PeerServer:
     def _answer(self, peer: bytes, question: FetchBlocks) -> None:
         try:
             count, data = self._find(question.identity, split_names(question.names))
-            self._server.send(peer, FetchedBlocks(count, data))
+            self.server.send(peer, FetchedBlocks(count, data))
         except ProtocolError as error:
-            self._server.expel(peer, error)
+            self.server.expel(peer, error)
         except (PeerGone, PeerSlow) as error:
             log.debug("a peer is not answered: %s", error)
 

@@ -13,15 +13,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.membership import Assignment, InitializeCache, Loaded, Speculation
-from protocol.rows import EmbeddingRows, LogprobRows
+from protocol.rows import EmbeddingRows, LogprobRows, StepRows
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.mask_inbox import MaskInbox
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.runner import NativeRunner
-from services.worker.backends.native.step import ComputedStep, NativeResult, PreparedStep
-from services.worker.batch.slots import SlotTable
+from services.worker.backends.native.step import ComputedStep, NativeResult
+from services.worker.batch.slots import Rows, SlotTable
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.runner import ForwardDone, ModelRunner, Output
 
@@ -77,20 +77,20 @@ class GarblingRunner(NativeRunner):
 
     def init_kv_cache(self, init: InitializeCache) -> None:
         super().init_kv_cache(init)
-        stages, epoch = self._stages.get(), self.epoch
-        prepare, sample, forward = stages._prepare, epoch.sample, epoch._forward  # noqa: SLF001
+        table, epoch = self._stages.get().table, self.epoch
+        apply_plan, sample = table.apply_plan, epoch.sample
 
-        def prepared(step: SchedulerOutput) -> PreparedStep:
-            made = prepare(step)
-            garble(stages._table)  # noqa: SLF001
-            return made
+        def applied(plan: StepRows, new: list[NewRequest]) -> Rows:
+            rows = apply_plan(plan, new)
+            garble(table)
+            return rows
 
         def sampled(pending: ComputedStep, masks: MaskInbox) -> NativeResult | ForwardDone:
             result = sample(pending, masks)
-            epoch.device.launch(lambda: poison(forward._buffers))  # noqa: SLF001
+            epoch.device.launch(lambda: poison(epoch.forward.buffers))
             return result
 
-        vars(stages)["_prepare"], vars(epoch)["sample"] = prepared, sampled
+        vars(table)["apply_plan"], vars(epoch)["sample"] = applied, sampled
 
 
 class Score(NamedTuple):

@@ -118,7 +118,7 @@ def test_the_second_start_reads_no_product_of_the_checkpoint(
 
     monkeypatch.setattr(HashedCheckpoint, "take", noted)
     hashed = list[object]()
-    monkeypatch.setattr("services.worker.weights.contents._digest", lambda *args: hashed.append(args))
+    monkeypatch.setattr("services.worker.weights.contents.raw_bytes", hashed.append)
     start(even, tmp_path / "weights", quantization="int8")
     assert {len(shape) for shape in read} == {1}, "norms only"
     assert not hashed

@@ -16,6 +16,7 @@ import pytest
 from protocol.membership import InitializeCache, Speculation
 from protocol.sampling import Pooling, SamplingParams
 from services.checkpoint import DEMO_MODEL
+from services.worker.backends.native.compute_thread import ComputeThread
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.model.forward import ForwardPass
 from services.worker.backends.native.step import PreparedStep
@@ -23,6 +24,7 @@ from services.worker.runner import RanksLost
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GREEDY, NUM_BLOCKS, DrivenRequest, Launched, RunnerDriver, Score
 from tests.matrix import covering
+from tests.waiting import wait_until
 
 PROMPT = [5, 9, 31, 5, 9, 31, 5, 9, 31, 5, 9, 44, 7, 5, 9, 31, 5]
 WARM = {"max_tokens": 100, "temperature": 0.9}
@@ -191,13 +193,15 @@ def test_the_end_of_an_epoch_with_steps_in_flight(llama: Family, monkeypatch: py
     expected = request.output
     with monkeypatch.context() as patch:
         held = HeldForward(patch)
+        used, submit = list[ComputeThread](), ComputeThread.submit
+        patch.setattr(ComputeThread, "submit", lambda thread, job: (used.append(thread), submit(thread, job))[1])
         request = driver.add(PROMPT)
         first = driver.launch([(request, len(PROMPT))])
         held.begun.acquire()
         second = driver.launch([(request, 1)])
         leaving = threading.Thread(target=driver.runner.leave)
         leaving.start()
-        leaving.join(0.2)
+        wait_until(lambda: used[0].closing)
         held.let_all_go()
         leaving.join()
         first_error = None

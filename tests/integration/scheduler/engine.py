@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -67,9 +67,7 @@ class FrontendConnection:
         """Time of the last progress of the engine, or of the last message to it."""
 
     def wait_ready(self) -> EngineState:
-        while self.state is None or self.state.phase is not EnginePhase.READY:
-            self.receive()
-        return self.state
+        return self.wait_state(lambda state: state.phase is EnginePhase.READY)
 
     def generate(
         self,
@@ -152,9 +150,19 @@ class FrontendConnection:
             entry = (int(rows.token_ranks[i]), rows.token_ids[entries].tobytes(), rows.values[entries].tobytes())
             self.logprobs[number].setdefault(int(rows.positions[i]), entry)
 
-    def wait_finished(self, *numbers: int) -> None:
-        while not set(numbers) <= set(self.finished):
+    def read_until(self, condition: Callable[[], object]) -> None:
+        """Receive messages until the condition holds."""
+        while not condition():
             self.receive()
+
+    def wait_state(self, wanted: Callable[[EngineState], object]) -> EngineState:
+        """Receive messages until the engine's state is as wanted."""
+        while self.state is None or not wanted(self.state):
+            self.receive()
+        return self.state
+
+    def wait_finished(self, *numbers: int) -> None:
+        self.read_until(lambda: set(numbers) <= set(self.finished))
 
     def close(self) -> None:
         self._client.close()

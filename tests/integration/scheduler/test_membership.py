@@ -1,7 +1,6 @@
 """Workers that are lost, come later and do not fit: the scheduler goes on, and answers as in an undisturbed run."""
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,6 @@ from tests.integration.scheduler.engine import PATIENCE, EngineProcesses, Fronte
 SIM = {"backend": "sim", "sim_step_ms": 10.0, "sim_vocab_size": 1000}
 SCHEDULER = {"max_model_len": 512, "heartbeat_timeout_seconds": 2.0}
 REQUESTS, TOKENS = range(16), 80
-
-
-def wait_for(client: FrontendConnection, wanted: Callable[[FrontendConnection], bool]) -> None:
-    """Read until the engine's state is as wanted."""
-    while client.state is None or not wanted(client):
-        client.receive()
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +29,7 @@ def started(running: EngineProcesses, after: int) -> FrontendConnection:
     """A client with all requests open and `after` tokens of the first delivered."""
     client = running.connect()
     client.generate_all(REQUESTS, TOKENS)
-    while len(client.tokens[0]) < after:
-        client.receive()
+    client.read_until(lambda: len(client.tokens[0]) >= after)
     return client
 
 
@@ -51,7 +43,7 @@ def test_killed_worker_is_replaced_by_one_that_comes_later(tmp_path: Path, undis
     with engine(tmp_path, SCHEDULER, SIM) as running:
         client = started(running, 10)
         running.worker.kill()
-        wait_for(client, lambda c: c.state.phase is EnginePhase.RECOVERING)
+        client.wait_state(lambda state: state.phase is EnginePhase.RECOVERING)
         assert "its connection broke" in client.state.detail
         client.generate(99, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))  # may queue
         running.add_worker()
@@ -68,7 +60,7 @@ def test_open_requests_fail_when_recovery_takes_too_long(tmp_path: Path) -> None
         client.wait_finished(*REQUESTS)
         assert {finish.reason for finish in client.finished.values()} == {FinishReason.ERROR}
         running.add_worker()
-        wait_for(client, lambda c: c.state.phase is EnginePhase.READY)
+        client.wait_state(lambda state: state.phase is EnginePhase.READY)
         client.generate(99, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
         client.wait_finished(99)
         assert len(client.tokens[99]) == 5
@@ -95,6 +87,10 @@ def test_worker_that_does_not_fit_is_refused_by_name_and_the_scheduler_goes_on(
         assert len(client.tokens[1]) == 5
 
 
+def wait_size(client: FrontendConnection, size: str) -> None:
+    client.wait_state(lambda s: s.info.get("tensor_parallel_size") == size and s.phase is EnginePhase.READY)
+
+
 def test_auto_grows_and_shrinks_with_the_workers_under_load(tmp_path: Path, undisturbed: dict[int, list[int]]) -> None:
     """As with `docker compose up --scale worker=2` and back; open requests are carried over."""
     auto = {"tensor_parallel_size": "auto", "settle_seconds": 2.0}
@@ -102,19 +98,14 @@ def test_auto_grows_and_shrinks_with_the_workers_under_load(tmp_path: Path, undi
         client = running.connect()
         assert client.wait_ready().info["tensor_parallel_size"] == "1"
         second = running.add_worker()
-        wait_for(client, lambda c: c.state.stats.get("num_workers") == 2)
+        client.wait_state(lambda state: state.stats.get("num_workers") == 2)
         client.generate_all(
             REQUESTS, TOKENS
         )  # while the group settles: a worker may take longer to start than requests to end
-        wait_for(client, lambda c: c.state.info.get("tensor_parallel_size") == "2" and is_ready(c))
+        wait_size(client, "2")
         before = len(client.tokens[0])
-        while len(client.tokens[0]) == before and 0 not in client.finished:
-            client.receive()
+        client.read_until(lambda: len(client.tokens[0]) > before or 0 in client.finished)
         second.send_signal(signal.SIGTERM)
-        wait_for(client, lambda c: c.state.info.get("tensor_parallel_size") == "1" and is_ready(c))
+        wait_size(client, "1")
         finished(client, undisturbed)
         assert second.wait(PATIENCE) == 0
-
-
-def is_ready(client: FrontendConnection) -> bool:
-    return client.state is not None and client.state.phase is EnginePhase.READY

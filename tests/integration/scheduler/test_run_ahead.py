@@ -38,13 +38,11 @@ def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(
     with engine(tmp_path, scheduler, SIM, num_workers=2) as running:
         client = running.connect()
         client.generate(1, list(range(40)), SamplingParams(max_tokens=120, temperature=0.0))
-        while not client.tokens[1]:
-            client.receive()
+        client.read_until(lambda: client.tokens[1])
         for service in stopped:
             for process in running.workers if service == "workers" else [running.scheduler]:
                 process.send_signal(signal.SIGTERM)
-        while client.state is None or client.state.phase is not EnginePhase.DRAINING:
-            client.receive()
+        client.wait_state(lambda state: state.phase is EnginePhase.DRAINING)
         client.generate(2, list(range(40)), SamplingParams(max_tokens=5, temperature=0.0))
         client.wait_finished(1, 2)
         assert (client.finished[1].reason, len(client.tokens[1])) == (FinishReason.LENGTH, 120)
@@ -83,15 +81,12 @@ def test_a_scheduler_that_is_stopped_after_its_workers_ends_too(tmp_path: Path) 
     with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
         client = running.connect()
         client.generate(1, list(range(40)), SamplingParams(max_tokens=400, temperature=0.0))
-        while not client.tokens[1]:
-            client.receive()
+        client.read_until(lambda: client.tokens[1])
         running.worker.send_signal(signal.SIGTERM)
         assert running.worker.wait(PATIENCE) == 0
-        while client.state is None or client.state.phase is not EnginePhase.RECOVERING:
-            client.receive()
+        client.wait_state(lambda state: state.phase is EnginePhase.RECOVERING)
         running.scheduler.send_signal(signal.SIGTERM)
-        while client.state.phase is not EnginePhase.DRAINING:
-            client.receive()
+        client.wait_state(lambda state: state.phase is EnginePhase.DRAINING)
         assert running.scheduler.wait(PATIENCE) == 0
         assert not client.finished
 

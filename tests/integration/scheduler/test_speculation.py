@@ -39,8 +39,7 @@ def serve(directory: Path, num_workers: int = 1, aborts: bool = False, **schedul
             prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number % 40)]
             structured = STAMP if number in STRUCTURED else None
             client.generate(number, prompt, params(number), structured=structured)
-        while not all(client.tokens[number] for number in leaving):
-            client.receive()
+        client.read_until(lambda: all(client.tokens[number] for number in leaving))
         client.abort(*leaving[::3], *leaving[1::3])
         client.wait_finished(*REQUESTS)
         assert set(running.stop()) == {0}

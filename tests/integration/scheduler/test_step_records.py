@@ -125,8 +125,7 @@ def test_an_epoch_that_ends_is_an_event_and_its_successor_s_steps_are_recorded(t
         subscriber.subscribe()
         subscriber.receive()
         client.generate(1, PROMPT, SamplingParams(300, temperature=0.0))
-        while not client.tokens[1]:
-            client.receive()
+        client.read_until(lambda: client.tokens[1])
         _replace_worker(running)
         client.wait_finished(1)
         subscriber.receive_until_generated(300)

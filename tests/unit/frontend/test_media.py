@@ -9,6 +9,7 @@ from protocol.media import MediaFile, MediaModel, ProcessedMedia
 from services.frontend import media
 from services.frontend.errors import APIError
 from services.frontend.media import MediaProcessing
+from tests.waiting import wait_until
 
 MODEL = MediaModel("float32")
 
@@ -44,8 +45,7 @@ def test_a_hang_ends_one_request(processing: MediaProcessing, monkeypatch: pytes
 def test_a_process_that_ends_between_requests_is_replaced(processing: MediaProcessing) -> None:
     process(processing, "good")
     process(processing, "last")
-    while processing.is_alive:
-        pass
+    wait_until(lambda: not processing.is_alive)
     assert process(processing, "good").media.items[0].digest == "good"
 
 
@@ -58,12 +58,10 @@ def test_a_process_that_does_not_start_is_an_error_of_the_server(monkeypatch: py
 
 async def test_a_job_in_progress_does_not_delay_the_exit(processing: MediaProcessing) -> None:
     job = asyncio.create_task(processing.process(MODEL, [1, 2], [MediaFile("image", "hang")]))
-    async with asyncio.timeout(20):
-        while not processing.is_alive:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        processing.close()
-        with pytest.raises(APIError):
-            await job
+    await asyncio.to_thread(wait_until, lambda: processing.is_alive)
+    processing.close()
+    with pytest.raises(APIError):
+        await job
 
 
 async def test_more_requests_than_may_wait_are_refused(

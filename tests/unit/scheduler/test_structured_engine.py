@@ -1,6 +1,8 @@
 """Grammars, embeddings and log-probabilities in the core, event by event."""
 
+import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ from protocol.requests import FinishReason, RequestOutputs
 from protocol.rows import LogprobRows
 from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, SchedulerOutput
+from protocol.transport import Client
 from services.config import SchedulerConfig
 from services.scheduler import structured_output
 from services.scheduler.core import compiling
@@ -196,7 +199,7 @@ def test_grammars_whose_replay_takes_long_do_not_stop_the_loop(monkeypatch: pyte
 
 
 def test_embeddings_of_each_step_are_sent_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of two steps that arrive together may have too many for one message."""
+    """Results of two steps that arrive together may have too many for one message. The service ends when it is idle."""
     core, sent, results = service.engine, list[RequestOutputs](), []
     assert core is not None
     for number in range(2):
@@ -205,7 +208,12 @@ def test_embeddings_of_each_step_are_sent_at_once(service: Service, monkeypatch:
         results.append((b"w", result_of(plan, 9, embedding_slots=pack([number]), embeddings=bytes(4 * HIDDEN))))
     monkeypatch.setattr(service.workers, "receive", lambda: iter(results))
     monkeypatch.setattr(service.frontends, "send", lambda _, outputs: sent.append(outputs))
-    service._read_workers()  # noqa: SLF001
+    worker = Client(service.workers.server.endpoint)
+    worker.send_hello("worker", "w")
+    signal, wakeup = socket.socketpair()
+    with closing(worker), signal, wakeup:
+        signal.send(b".")
+        assert service.run(wakeup) == 0
     assert [len(message.embeddings) for message in sent] == [1, 1]
 
 

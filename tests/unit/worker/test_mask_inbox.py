@@ -1,7 +1,10 @@
 """When a step goes on without its masks."""
 
 import math
+import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import numpy as np
@@ -9,9 +12,11 @@ import pytest
 
 from protocol.codec import pack
 from protocol.steps import GrammarOutput
+from services.worker.backends.clock import Clock
 from services.worker.backends.mask_inbox import ENDLESS, Forward, MaskInbox, joined
 from services.worker.runner import RanksLost
 from tests.unit.worker.virtual_clock import VirtualClock
+from tests.waiting import PATIENCE
 
 OVER = Forward(0.0, 0.0)
 """A forward pass that has ended, and took no time."""
@@ -27,42 +32,43 @@ def rows(*slots: int) -> np.ndarray:
     return np.array(slots, np.int32)
 
 
-def taken_later(inbox: MaskInbox, step_id: int, *slots: int) -> tuple[threading.Thread, list[object]]:
-    """Take masks on another thread, which must wait for them."""
-    taken: list[object] = []
+class WaitingClock(Clock):
+    def __init__(self) -> None:
+        self.waits = threading.Event()
 
-    def take() -> None:
-        try:
-            taken.append(inbox.take(step_id, rows(*slots), OVER).parts)
-        except RanksLost as error:
-            taken.append(error)
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join(0.05)
-    assert thread.is_alive()
-    return thread, taken
+    def wait(self, changed: threading.Condition, seconds: float | None) -> None:
+        self.waits.set()
+        super().wait(changed, seconds)
 
 
-def test_a_step_waits_while_nobody_else_could_begin() -> None:
-    """The next step has only rows that wait for the same masks."""
-    inbox = MaskInbox(2)
-    inbox.prepared(1, rows(4))
-    inbox.prepared(2, rows(4))
-    thread, taken = taken_later(inbox, 1, 4)
-    inbox.put(grammar(1, 4))
-    thread.join()
-    assert taken == [[grammar(1, 4)]]
-
-
-@pytest.mark.parametrize("later", [(7,), (4, 7)])
-def test_another_request_ends_the_wait(later: tuple[int, ...]) -> None:
-    inbox = MaskInbox(2)
-    inbox.prepared(1, rows(4))
-    thread, taken = taken_later(inbox, 1, 4)
-    inbox.prepared(2, rows(*later))
-    thread.join()
-    assert taken == [[]]
+@pytest.mark.parametrize(
+    ("prepared", "end", "expected"),
+    [
+        ([4, 4], lambda inbox: inbox.put(grammar(1, 4)), [grammar(1, 4)]),
+        ([4], lambda inbox: inbox.prepared(2, rows(7)), []),
+        ([4], lambda inbox: inbox.prepared(2, rows(4, 7)), []),
+        ([4, 4, 4], lambda inbox: inbox.prepared(4, rows(4)), []),
+        ([], lambda inbox: inbox.close(), RanksLost),
+    ],
+    ids=["its masks", "another request", "another request beside it", "no more can be prepared", "the epoch's end"],
+)
+def test_a_step_waits_while_nobody_else_could_begin(
+    prepared: list[int], end: Callable[[MaskInbox], None], expected: object
+) -> None:
+    """The next steps have only rows that wait for the same masks. If no more can be prepared, the thread that delivers
+    masks would wait for this step with the next one."""
+    inbox = MaskInbox(2, clock := WaitingClock())
+    for step_id, slot in enumerate(prepared, 1):
+        inbox.prepared(step_id, rows(slot))
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(inbox.take, 1, rows(4), OVER)
+        assert clock.waits.wait(PATIENCE)
+        end(inbox)
+        if expected is RanksLost:
+            with pytest.raises(RanksLost):
+                taken.result()
+        else:
+            assert taken.result().parts == expected
 
 
 def test_masks_of_some_rows_are_used() -> None:
@@ -71,25 +77,6 @@ def test_masks_of_some_rows_are_used() -> None:
     inbox.put(grammar(1, 7))
     taken = inbox.take(1, rows(4, 7), OVER)
     assert (taken.parts, taken.left_out) == ([grammar(1, 7)], {4})
-
-
-def test_no_more_steps_can_be_prepared() -> None:
-    """The thread that delivers masks would wait for this step with the next one."""
-    inbox = MaskInbox(2)
-    for step_id in (1, 2, 3):
-        inbox.prepared(step_id, rows(4))
-    thread, taken = taken_later(inbox, 1, 4)
-    inbox.prepared(4, rows(4))
-    thread.join()
-    assert taken == [[]]
-
-
-def test_the_end_of_an_epoch_ends_the_wait() -> None:
-    inbox = MaskInbox(2)
-    thread, taken = taken_later(inbox, 1, 4)
-    inbox.close()
-    thread.join()
-    assert isinstance(taken[0], RanksLost)
 
 
 def test_messages_of_one_step_are_joined() -> None:
@@ -103,13 +90,13 @@ def test_messages_of_one_step_are_joined() -> None:
 
 @pytest.mark.parametrize("number", [1, 5])
 def test_masks_of_steps_that_are_over_are_not_kept(number: int) -> None:
-    inbox = MaskInbox(2)
-    for step_id in range(1, number + 2):
-        inbox.put(grammar(step_id, 4))
+    inbox, masks = MaskInbox(2), [grammar(step_id, 4) for step_id in range(1, number + 3)]
+    for place in range(number + 1):
+        inbox.put(masks[place])
     inbox.take(number, rows(4), OVER)
-    inbox.put(grammar(number, 7))
-    assert inbox.poll(number + 1, rows(4), OVER).parts == [grammar(number + 1, 4)]
-    assert not inbox._masks  # noqa: SLF001
+    inbox.put(masks[number - 1])
+    assert inbox.poll(number + 1, rows(4), OVER).parts == [masks[-2]]
+    assert len({sys.getrefcount(each) for each in masks}) == 1, "none is kept; the last one was not sent"
 
 
 class MasksOnTheWay(VirtualClock):

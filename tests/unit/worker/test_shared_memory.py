@@ -66,7 +66,7 @@ def test_messages_have_any_dtype_and_size_up_to_the_capacity(dtype: torch.dtype)
 
 
 def test_numbers_of_exchanges_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_NUMBERS", 4)
+    monkeypatch.setattr(shared_memory, "NUMBERS", 4)
     members = join(2)
 
     def work(memory: SharedMemory) -> list[int]:

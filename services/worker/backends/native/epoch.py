@@ -92,7 +92,7 @@ class NativeEpoch:
         capacity = FEW if device.is_host else most_rows(assignment, model.kernels.rows.tile)
         # Not the context that the scheduler serves, which follows from free memory: kept blocks may be of another one
         context = context_limit(assignment.max_model_len, model.part.whole.max_position)
-        self._forward = ForwardPass(
+        self.forward = ForwardPass(
             *(model, ranks, num_blocks, block_size, context, self._blocks.tensor, self._reads),
             *(capacity, allocate, groups),
         )
@@ -108,7 +108,7 @@ class NativeEpoch:
         """
         if not self.device.is_host and self._ranks.is_output:
             self._sampler.prepare()
-        return self._forward.recording.capture(progress)
+        return self.forward.recording.capture(progress)
 
     # -- the forward pass ----------------------------------------------------------------------------------------
 
@@ -127,10 +127,10 @@ class NativeEpoch:
         prompts = None
         if pipeline.is_last:
             prompts = PromptScores.from_rows(rows, self.columns, self._kernels.sampling, self.history)
-        self._forward.lay_out(rows, self.history if pipeline.is_first else None)
-        self._forward.receive()
+        self.forward.lay_out(rows, self.history if pipeline.is_first else None)
+        self.forward.receive()
         began = self.device.now()
-        self.logits = self._forward.run(pooled, prompts)
+        self.logits = self.forward.run(pooled, prompts)
         clock = StepClock(prepared.prepared, began, self.device.now(), waited)
         if pipeline.is_first and pipeline.size > 1:
             self._feedback.expect(step, rows)
@@ -267,7 +267,7 @@ class NativeEpoch:
     def _states(self, counts: NDArray[np.int32], stay: NDArray[np.int32]) -> list[torch.Tensor]:
         """Return the hidden states that the drafter reads, [tokens, hidden] each, of the first `stay` of each row's
         `counts` positions."""
-        states = self._forward.tapped()
+        states = self.forward.tapped()
         if not states or stay is counts or (stay == counts).all():
             return states
         owners, offsets = spread(counts)

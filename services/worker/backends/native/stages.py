@@ -68,7 +68,7 @@ class NativeStages:
     """
 
     def __init__(self, table: SlotTable, epoch: NativeEpoch, ranks: Ranks) -> None:
-        self._table, self._epoch, self._ranks = table, epoch, ranks
+        self.table, self._epoch, self._ranks = table, epoch, ranks
         self._thread = ComputeThread(epoch.device.working)
         self._masks = MaskInbox(STEPS_PREPARED)
         self._pending = PendingStep[Future[ComputedStep]]()
@@ -110,7 +110,7 @@ class NativeStages:
 
     def _prepare(self, step: SchedulerOutput) -> PreparedStep:
         plan = StepRows.from_message(step)
-        rows = self._table.apply_plan(plan, step.new)
+        rows = self.table.apply_plan(plan, step.new)
         released, self._released = self._released, []
         return PreparedStep(step, plan, rows, released, time.monotonic())
 
@@ -128,7 +128,7 @@ class NativeStages:
 
     def release(self, slots: NDArray[np.int32]) -> None:
         """Free slots whose requests have left. Their columns are freed before the next step is computed."""
-        self._table.release(slots)
+        self.table.release(slots)
         self._released.append(slots.copy())
 
     def end_masks(self) -> None:

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from protocol.security import Security
 from services.frontend.engine.addresses import EngineAddress, follow, parse
+from tests.waiting import wait_until
 
 LOCAL = Security()
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
@@ -40,22 +40,16 @@ async def changes(source: str, heard: list[list[EngineAddress]]) -> asyncio.Task
     return asyncio.create_task(follow(source, LOCAL, heard.append))
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def test_a_file_is_read_again_when_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, heard = tmp_path / "engines", list[list[EngineAddress]]()
     file.write_text("ipc:///run/a\n")
     task = await changes(str(file), heard)
-    await until(lambda: len(heard) == 1)
+    await asyncio.to_thread(wait_until, lambda: len(heard) == 1)
     file.unlink()
     with caplog.at_level(logging.ERROR):
-        await until(lambda: "cannot be read" in caplog.text)
+        await asyncio.to_thread(wait_until, lambda: "cannot be read" in caplog.text)
         file.write_text("ipc:///run/a\nnonsense\nipc:///run/b\n")
-        await until(lambda: len(heard) == 2)
+        await asyncio.to_thread(wait_until, lambda: len(heard) == 2)
     assert [address.name for address in heard[1]] == ["ipc:///run/a", "ipc:///run/b"]
     assert "line 2: " in caplog.text
     task.cancel()
@@ -66,13 +60,13 @@ async def test_a_name_is_resolved(caplog: pytest.LogCaptureFixture, monkeypatch:
     heard = list[list[EngineAddress]]()
     monkeypatch.setattr("services.frontend.engine.addresses.DNS_INTERVAL", 0.01)
     task = await changes("dns://localhost:5601", heard)
-    await until(lambda: heard)
+    await asyncio.to_thread(wait_until, lambda: heard)
     assert "127.0.0.1:5601" in [address.name for address in heard[0]]
 
     async def fails(*_: object, **__: object) -> None:
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", fails)
-    await until(lambda: "Name or service not known" in caplog.text)
+    await asyncio.to_thread(wait_until, lambda: "Name or service not known" in caplog.text)
     assert len(heard) == 1
     task.cancel()

@@ -26,6 +26,7 @@ from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.streams import FlushQueue, ResponseStream
 from tests.unit.frontend.engine.test_engines import ScriptedEngine, connected
 from tests.unit.frontend.engine.test_streams import RecordingStream
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -49,8 +50,8 @@ async def test_why_no_scheduler_answers_is_logged(
     client = EngineClient(numbered([f"ipc://{tmp_path}/c"]), 1, 10.0, 300.0, 600.0)
     with caplog.at_level("INFO"):
         async with connected(client):
-            while f"no answer from ipc://{tmp_path}/c within 0.01 s; trying again" not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            why = f"no answer from ipc://{tmp_path}/c within 0.01 s; trying again"
+            await asyncio.to_thread(wait_until, lambda: why in caplog.text)
 
 
 async def test_a_bug_in_the_checks_ends_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +151,8 @@ async def test_an_engine_with_a_rank_that_does_not_answer_is_not_ready(tmp_path:
             while client.ready is not ready:
                 scheduler.turn()
                 await asyncio.sleep(0)
-            for _ in range(100):
+            before = scheduler.num_signs
+            while scheduler.num_signs < before + 10:
                 scheduler.turn()
                 await asyncio.sleep(0)
             assert client.ready is ready

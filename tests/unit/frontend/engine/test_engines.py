@@ -572,7 +572,7 @@ async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(
     for an engine that is lost as long as that one is expected back. Those that refuse it get it with other settings.
     The workers of one that ends it with an error cannot load its adapter."""
     changed = how.endswith("changed")
-    async with fleet(tmp_path) as engines:
+    async with fleet(tmp_path, patience=2.0 if how == "lost" else 300.0) as engines:
         stream, owner, other = await engines.stream(1, 2)
         if how.startswith("drained"):
             owner.enter(EnginePhase.DRAINING)
@@ -593,7 +593,6 @@ async def test_a_stream_that_others_refuse_returns_to_its_engine_or_ends(
             owner.send(stream.number, 1, 8, ends=True)
         else:
             await engines.until(lambda: engines.client.ledger.waiting)
-            engines.client.engines[str(engines.engines.index(owner))]._patience = 0.0  # noqa: SLF001
         await engines.until(lambda: stream.end is not None)
         assert len(other.requests) == 1
         if how == "drained":

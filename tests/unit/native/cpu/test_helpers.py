@@ -87,18 +87,20 @@ def test_what_a_kernel_raises_is_raised_once_on_any_thread(
         sequence.run()
 
 
-def test_an_error_is_raised_although_another_thread_runs_a_kernel_first(kernel: Kernel) -> None:
-    failing, fail = kernel.again(), kernel._call  # noqa: SLF001
-    other = threading.Thread(target=run, args=(kernel, 9))
+def test_an_error_is_raised_although_another_thread_runs_a_kernel_first(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread_team.collect_failures()
+    collect, other = sys.unraisablehook, threading.Thread(target=run, args=(kernel.again(), 9))
 
-    def fail_and_wait(address: int) -> None:
-        fail(address)
+    def collect_and_wait(unraisable: object) -> None:
+        collect(unraisable)
         other.start()
         other.join()
 
-    vars(failing)["_call"] = fail_and_wait
+    monkeypatch.setattr(sys, "unraisablehook", collect_and_wait)
     with pytest.raises(ZeroDivisionError):
-        run(failing, 5000)
+        run(kernel, 5000)
 
 
 def test_a_kernel_does_not_wait_for_absent_helpers(kernel: Kernel) -> None:

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.kernels.cuda import sampling
 from services.worker.kernels.interface.sampling import DrawColumns, SamplingKernels
 from tests.unit.native.cuda.kernel_cases import KernelMaker
 
@@ -32,14 +31,11 @@ def test_choices_equal_the_reference(make: KernelMaker, vocab: int) -> None:
     assert ours.tolist() == SamplingKernels().choose(logits, drawn).tolist()
 
 
-def test_choices_in_a_vocabulary_with_more_blocks_than_programs(
-    make: KernelMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The parts of two programs have two blocks each, and that of the third has no token. A row is sampled alone as in
-    a batch."""
-    monkeypatch.setattr(sampling, "_MOST_PARTS", 3)
+def test_choices_in_a_vocabulary_with_more_blocks_than_programs(make: KernelMaker) -> None:
+    """33 blocks: the parts of 17 programs have two blocks each, and those of the other 15 have no token. A row is
+    sampled alone as in a batch."""
     rng = np.random.default_rng(7)
-    logits = torch.tensor(rng.normal(0, 2, (2, 4076)), dtype=torch.float32)
+    logits = torch.tensor(rng.normal(0, 2, (2, 33 * 1024 - 20)), dtype=torch.float32)
     drawn = DrawColumns(
         np.array([1.0, 0.7], np.float32), np.array([0.0, 0.001], np.float32), np.array([300, 0], np.int32),
         np.array([0.95, 0.8], np.float32), np.array([5, 6], np.uint64), np.array([3, 9], np.int32),

@@ -103,12 +103,12 @@ class ForwardPass:
     def _make_room(self, capacity: dict[str, int]) -> None:
         """Allocate buffers and record the operations on them."""
         model = self._model
-        self._buffers = ForwardBuffers(model, self._taps, self._device.where, **capacity)
+        self.buffers = ForwardBuffers(model, self._taps, self._device.where, **capacity)
         self._smallest = min(capacity.values())
         self._attention = self._network.attention(
             model.attention(self._context, self._groups), self._cache, self._table, capacity["tokens"]
         )
-        self.recording = self._network.record(self._body, self._buffers)
+        self.recording = self._network.record(self._body, self.buffers)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -125,10 +125,10 @@ class ForwardPass:
         if tokens > self._smallest:  # else there is room, as a tile or a sampled token is at least one token
             self._require_room(rows, tokens)
         where = history.tokens if history is not None and ids is None else None
-        tiles, sampled = kernels.lay_out(rows, where, self._model.part.whole.vocab_size, self._buffers.batch)
+        tiles, sampled = kernels.lay_out(rows, where, self._model.part.whole.vocab_size, self.buffers.batch)
         self._counts = {"tokens": tokens, "tiles": tiles, "sampled": sampled}
         if ids is not None:
-            self._buffers.ids[:tokens] = ids
+            self.buffers.ids[:tokens] = ids
 
     def _require_room(self, rows: Rows, tokens: int) -> None:
         needed = {
@@ -136,14 +136,14 @@ class ForwardPass:
             "tiles": len(rows.slots) + tokens // self._model.kernels.rows.tile,
             "sampled": int((1 + rows.drafts[rows.samples]).sum()),
         }
-        if not self._buffers.holds(**needed):
-            before = self._buffers.capacity
+        if not self.buffers.holds(**needed):
+            before = self.buffers.capacity
             self._make_room({kind: max(before[kind], _power(count)) for kind, count in needed.items()})
 
     def receive(self) -> None:
         """Wait for the activations of the stage before, if there is one. Raises: RanksLost"""
         if not self._model.part.is_first:
-            self._ranks.pipeline.receive_activations(self._buffers.residual[: self._counts["tokens"]])
+            self._ranks.pipeline.receive_activations(self.buffers.residual[: self._counts["tokens"]])
 
     def run(self, pooled: PooledRows | None = None, prompts: PromptScores | None = None) -> torch.Tensor | None:
         """Compute every token of the step in this rank's layers and write its keys and values to the cache.
@@ -160,7 +160,7 @@ class ForwardPass:
         Raises: RanksLost
         """
         counts, part, pipeline = self._counts, self._model.part, self._ranks.pipeline
-        residual = self._buffers.residual[: counts["tokens"]]
+        residual = self.buffers.residual[: counts["tokens"]]
         if part.is_first and self._ranks.tensor_parallel.size > 1:
             residual[:] = self._embedded_by_ranks()
         logits = self.recording.run(**counts)
@@ -179,7 +179,7 @@ class ForwardPass:
 
     def tapped(self) -> list[torch.Tensor]:
         """Hidden states that a drafter reads, [tokens, hidden]; valid until the next step."""
-        return [tap[: self._counts["tokens"]] for tap in self._buffers.taps]
+        return [tap[: self._counts["tokens"]] for tap in self.buffers.taps]
 
     # -- what is computed ------------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class ForwardPass:
         embedding = self._model.embedding
         assert embedding is not None, "the first stage has the embedding"
         vocabulary, count = self._model.part.vocabulary, self._counts["tokens"]
-        own = self._buffers.ids[:count] - vocabulary.start
+        own = self.buffers.ids[:count] - vocabulary.start
         foreign = (own < 0) | (own >= vocabulary.stop - vocabulary.start)
         rows = torch.empty(count, self._model.config.hidden_size)
         embedding.look_up(own.masked_fill_(foreign, 0), rows)
@@ -244,7 +244,7 @@ class ForwardPass:
         (index,) = self._device.upload(tokens)
         shape = len(tokens), self._model.config.hidden_size
         residual = torch.empty(shape, device=self._device.where)
-        self._network.gather(index, self._buffers.residual, residual)
+        self._network.gather(index, self.buffers.residual, residual)
         out = torch.empty(shape, dtype=self._network.activations, device=self._device.where)
         self._network.norm(residual, None, norm, self._model.config.norm_eps, out)
         return out
