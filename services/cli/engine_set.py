@@ -36,12 +36,13 @@ def engine_names(config: ServeConfig) -> list[str]:
 
 def service_names(engine: str, config: ServeConfig) -> list[str]:
     """Return the names of an engine's services: the scheduler first. Those of a server with one engine carry no number
-    of it."""
-    scheduler, worker = ("scheduler", "worker")
-    if config.data_parallel_size > 1 or engine != "0":
-        scheduler, worker = f"{scheduler}-{engine}", f"{worker}-{engine}"
-    count = config.num_workers
-    return [scheduler, *([worker] if count == 1 else [f"{worker}-{rank}" for rank in range(count)])]
+    of it. No other engine of the server ever has the same."""
+    alone, first = config.data_parallel_size == 1, engine == "0"
+    number = "" if alone and first else f"-{engine}"
+    ranks = [f"-{rank}" for rank in range(config.num_workers)]
+    if len(ranks) == 1 and (first or not alone):  # worker-1 may be the second rank of the first engine
+        ranks = [""]
+    return [f"scheduler{number}", *(f"worker{number}{rank}" for rank in ranks)]
 
 
 def divided(config: ServeConfig) -> ServeConfig:

@@ -112,9 +112,9 @@ class ResultSender:
         self._idle = IdleWatch()
         self._answers = 0
         """Last sign of life of the scheduler that has arrived on this connection."""
-        self._computing = False
-        """True while a result is fetched: the output thread waits for a step that another thread of the runner
-        computes. Like `_in_step`, and that thread may wait for other ranks."""
+        self._computed_epoch = 0
+        """Not 0 while a result of this epoch is fetched: the output thread waits for a step that another thread of the
+        runner computes. Like `_in_step`, and that thread may wait for other ranks."""
         self._ended_epoch = 0
         """The last epoch whose end was received on this connection."""
         self.is_dismissed = False
@@ -240,7 +240,7 @@ class ResultSender:
 
     def _result(self, launched: LaunchedStep) -> StepResult | RankLost | None:
         epoch, step_id = launched.step.epoch, launched.step.step_id
-        self._computing = True
+        self._computed_epoch = epoch
         try:
             result = launched.output.get()
         except RanksLost as error:
@@ -251,7 +251,7 @@ class ResultSender:
             log.exception("step %d failed; its requests: %s", step_id, launched.requests())
             return fault(epoch, step_id, error) if epoch == self._epoch else None
         finally:
-            self._computing = False
+            self._computed_epoch = 0
         if launched.names is not None:
             launched.names.executed = step_id
         with self._state:
@@ -323,14 +323,14 @@ class ResultSender:
 
     def _enforce_end(self, limit: float) -> float:
         """When the epoch has ended or the worker must leave, end the executing thread's waits, and this process if that
-        thread does not go on.
+        thread does not go on, or a step of an earlier epoch does not end: results would wait behind it for ever.
 
         Args:
             limit: when it must have gone on, monotonic seconds; 0.0: no limit is set yet.
 
         Returns: the limit for the next call.
         """
-        waits = self._abort_useless_wait()
+        waits = self._abort_useless_wait() or self._computed_epoch not in (0, self._epoch)
         if not waits and not self._epoch_has_ended:
             return 0.0
         now = time.monotonic()
@@ -340,9 +340,9 @@ class ResultSender:
                 self._on_lost(PeerGone("it ended the epoch, but sends nothing on the connection for plans"))
             return limit
         self._measure_work()  # otherwise heartbeats do, which may have ended with the connection
-        in_step = self._in_step or self._computing
+        in_step = self._in_step or self._computed_epoch
         if now > limit and (in_step or self._idle.seconds(now) > ABORT_GRACE):
-            why = self.lost or f"epoch {number_of(self._epoch)} is over"
+            why = self.lost or f"epoch {number_of(self._computed_epoch or self._epoch)} is over"
             what = "the last step" if in_step else "loading"
             log.error("%s, but %s does not end: this process exits", why, what)
             os._exit(EXIT_STUCK)
@@ -361,7 +361,7 @@ class ResultSender:
         """
         with self._state:
             is_over = self.failed.is_set() or self.is_dismissed or self._epoch_has_ended
-            if (self._waits_for_ranks or self._computing) and is_over:
+            if (self._waits_for_ranks or self._computed_epoch) and is_over:
                 self._abort()
                 return True
             return False

@@ -201,9 +201,9 @@ async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed
 
 
 async def test_streams_end_with_an_error_when_the_weights_change() -> None:
-    """Within --drain-timeout. Each one has tokens of the former weights alone."""
+    """Within --drain-timeout. Each one has tokens of the former weights alone. One rank takes the place of two."""
     prompts = [f"Number {i} is" for i in range(6)]
-    with serving(*SIM, ADMIN) as server:
+    with serving(*SIM, "--tensor-parallel-size", "2", ADMIN) as server:
         async with server.async_client() as client:
 
             async def ask(tokens: int) -> list[tuple[str, str]]:
@@ -213,7 +213,7 @@ async def test_streams_end_with_an_error_when_the_weights_change() -> None:
             running = asyncio.create_task(ask(1900))
             in_use = lambda: engines_of(server)["0"]["streams"] == len(prompts)  # noqa: E731
             await asyncio.to_thread(wait_until, in_use, "all run")
-            flags = ("--sim-vocab-size", "8192", "--drain-timeout", "0.5")
+            flags = ("--sim-vocab-size", "8192", "--drain-timeout", "0.5", "--tensor-parallel-size", "1")
             await asyncio.to_thread(run_command, "replan", server.url, *flags)
             for (before, _), (found, error) in zip(expected, await running, strict=True):
                 assert "its successor has other weights" in error

@@ -1,17 +1,19 @@
 """Each fault between ranks is made once, and the rank that meets it raises an error that names it."""
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import pytest
 
-from protocol.codec import pack
+from protocol.codec import encode, pack
 from protocol.sampling import SamplingParams
 from protocol.steps import SchedulerOutput
 from services.worker.backends.sim.ranks.group_exchange import HEADER
 from tests.ranks.failures import RankFailure
 from tests.ranks.sim_group import MakeGroup, SimGroup
 from tests.unit.worker.plans import BLOCK, VOCAB, PlanBuilder, prompt, sampled
+from tests.waiting import wait_until
 
 TOKENS = 6
 """Length of each prompt."""
@@ -135,6 +137,22 @@ def test_a_step_that_fails_sends_nothing_on(make_group: MakeGroup) -> None:
 
 
 # -- between ranks of a stage ------------------------------------------------------------------------------------
+
+
+def test_a_wait_for_the_decision_on_masks_ends_with_the_epoch(make_group: MakeGroup) -> None:
+    """Not aborted: the ranks leave before the end of the epoch is seen by another thread."""
+    group, plans = make_group(2, 1), PlanBuilder()
+    request = plans.admit(prompt(1, TOKENS))
+    plan = encode(plans.step(request, masked=[request]))
+    for command in (("launch", plan), ("leave",)):
+        for rank in group.ranks:
+            rank.send(*command)
+        for rank in group.ranks:
+            rank.last_answer()
+    for rank in group.ranks:
+        wait_until(partial(rank.call, "ended"), "the step has ended")
+        with pytest.raises(RankFailure, match="RanksLost"):
+            rank.call("result")
 
 
 def _other_prompt(plan: SchedulerOutput) -> SchedulerOutput:

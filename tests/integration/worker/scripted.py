@@ -47,6 +47,14 @@ HANG = (
     "SimRunner.execute_model = hang\n"
 )
 """Code that makes the forward pass hang, so that no closed connection ends it."""
+HANG_RESULT = (
+    "import services.worker.result_sender as result_sender, time\n"
+    "result_sender.ABORT_GRACE = 0.5\n"
+    "from services.worker.backends.sim.output.step_output import StepOutput\n"
+    "get = StepOutput.get\n"
+    "StepOutput.get = lambda self: time.sleep(3600 if self.step.step_id else 0) or get(self)\n"
+)
+"""Code that makes the thread that sends results hang, while the one that executes goes on."""
 
 
 class ScriptedWorkerServer:

@@ -9,7 +9,14 @@ from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.membership import InitializeCache, RankLost, Ready, Register, Shard
 from protocol.steps import BlocksLoaded, LoadBlocks, ModelRunnerOutput, ReleaseSlots
 from services.worker.result_sender import EXIT_STUCK
-from tests.integration.worker.scripted import HANG, ScriptedWorkerServer, exit_status, worker_process, worker_thread
+from tests.integration.worker.scripted import (
+    HANG,
+    HANG_RESULT,
+    ScriptedWorkerServer,
+    exit_status,
+    worker_process,
+    worker_thread,
+)
 from tests.unit.worker.plans import BLOCKS, CONTEXT, GREEDY, PlanBuilder, alone, one_request, prompt, tokens
 
 
@@ -50,14 +57,17 @@ def test_an_epoch_may_end_before_it_serves(scheduler: ScriptedWorkerServer, tmp_
         assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_worker_with_a_stuck_step_exits(scheduler: ScriptedWorkerServer, tmp_path: Path, is_lost: bool) -> None:
-    """The forward pass never returns and waits in no collective: the process exits with a status of its own.
+@pytest.mark.parametrize(("hang", "is_lost"), [(HANG, False), (HANG, True), (HANG_RESULT, False)])
+def test_a_worker_with_a_stuck_step_exits(
+    scheduler: ScriptedWorkerServer, tmp_path: Path, hang: str, is_lost: bool
+) -> None:
+    """The forward pass or the thread behind it never returns and waits in no collective: the process exits with a
+    status of its own, although the next epoch may have begun.
 
     Args:
         is_lost: the scheduler is gone, not only the epoch.
     """
-    with worker_process(tmp_path, before=HANG) as process:
+    with worker_process(tmp_path, before=hang) as process:
         scheduler.serve(1)
         plans = PlanBuilder()
         scheduler.send(plans.step(plans.admit(prompt(1, 6))))
@@ -66,6 +76,8 @@ def test_a_worker_with_a_stuck_step_exits(scheduler: ScriptedWorkerServer, tmp_p
             scheduler.close()
         else:
             scheduler.end(1)
+        if hang is HANG_RESULT:
+            scheduler.serve(2)
         status, log = exit_status(process)
         assert status == EXIT_STUCK
         assert "closed the connection, but the last step does not end" in log or not is_lost

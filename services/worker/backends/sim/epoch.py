@@ -102,7 +102,11 @@ class SimEpoch:
         self._masks.close()
 
     def close(self) -> None:
+        """End the waits of steps in flight for masks and for other ranks, with RanksLost. Messages of such a step or of
+        a failed one may be incomplete, so the connections end as well."""
         self._masks.close()
+        if self._rank.exchange is not None and not self.device.is_idle:
+            self._rank.exchange.ranks.abort()
         self.oracle.kv = self.oracle.kv.copy()  # a step that is still computed leaves the memory alone
 
     # -- the forward pass ----------------------------------------------------------------------------------------

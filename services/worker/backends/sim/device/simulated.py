@@ -154,6 +154,11 @@ class SimDevice:
 
         self._queue.append(_Wait(self._run, wait))
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether all work was done without an error."""
+        return not self._queue and self._error is None
+
     def settle(self) -> None:
         """Raises: the error of the work that was done so far."""
         if self._error is not None:
