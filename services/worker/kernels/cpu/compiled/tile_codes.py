@@ -1,8 +1,10 @@
 """Products of many rounded rows (rounded_rows.py) with decoded panels, with AMX's products of bytes, for
 coded_product.py.
 
-A number of 16 bits is 256 times a signed byte plus a signed byte. So four tiles add the products of the bytes of all
-inputs that share a scale, and make the same whole numbers as products of 16 bits: a row has the same bits with either.
+A number of 16 bits is 256 times a signed byte plus another one. So four tiles of sums, one for each pair of bytes, make
+the same whole numbers as products of 16 bits, and a row has the same bits with either (batch invariance,
+docs/invariants.md). They pay where several steps share a scale: otherwise the sums of 32 inputs are scaled, which takes
+longer than the products.
 """
 
 from functools import cache
@@ -90,7 +92,7 @@ def _add_sums(
     Args:
         groups: number of scales
         decoded: address of the panel
-        tiles: address of the first row of int32[groups, 2, 2, 16, 16]: by the bytes of the inputs and of the weights
+        tiles: address of the first row in int32[groups, 2, 2, 16, 16]: sums by the bytes of inputs and of weights
     """
 
     def add(rows: int) -> None:
@@ -121,7 +123,7 @@ def _add_sums(
 
 @cache
 def tile_multiplier() -> int:
-    """Compile the products of a span of decoded panels with `LEAST_ROWS` rows or more. Return the address of a C
+    """Compile the products of a span of a decoded panel with `LEAST_ROWS` rows or more. Return the address of a C
     function with the address of a `TILE_TASK`."""
 
     def multiply(address):  # type: ignore[no-untyped-def]
