@@ -140,12 +140,12 @@ def tile_multiplier() -> int:
         x = a.bytes + a.first // SPAN * a.tiles * SPAN * amx.TILE_BYTES
         for row in range(0, a.rows, amx.ROWS):
             at, to = a.decoded, sums
-            for group in range(groups):
+            for _ in range(groups):
                 amx.zero_0()
                 amx.zero_1()
                 amx.zero_2()
                 amx.zero_3()
-                for number in range(loads):
+                for _ in range(loads):
                     amx.load_4(x, 64)
                     amx.load_6(at, 128)
                     amx.multiply_bytes_0()
