@@ -163,16 +163,20 @@ def _named(error: pydantic.ValidationError) -> APIError:
         return invalid(f"the request body has {error.error_count()} wrong values")
     errors = error.errors(include_url=False, include_input=False)
     field = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
-    deepest = max((e for e in errors if not field or str(e["loc"][0]) == field), key=_specificity)
+    errors = [e for e in errors if not field or str(e["loc"][0]) == field]
+    other_kinds = {e["loc"][:-1] for e in errors if e["loc"][-1:] == ("type",)}
+    deepest = max(errors, key=lambda e: _specificity(e, is_other_kind=e["loc"][:-1] in other_kinds))
     where = ".".join(str(part) for part in (field, *deepest["loc"][1:]) if _is_name(part))
     text = problem(deepest)
     message = f"{where}: {text}" if where else text
     return invalid(message, field or None, logged=f"{field or 'the request body'}: {deepest['type']}")
 
 
-def _specificity(error: ErrorDetails) -> tuple[bool, int, bool, bool]:
+def _specificity(error: ErrorDetails, is_other_kind: bool) -> tuple[bool, int, bool, bool, bool]:
+    """`is_other_kind`: the object has not the type of this branch of a union."""
     is_kind = error["loc"][-1:] == ("type",)  # of another kind of object other fields are missing
-    return error["type"] == "too_long", len(error["loc"]), is_kind, not error["type"].endswith("_type")
+    is_value = not error["type"].endswith("_type")
+    return error["type"] == "too_long", len(error["loc"]), not is_other_kind, is_kind, is_value
 
 
 def _is_name(part: int | str) -> bool:
