@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from services.frontend.errors import invalid
-from services.frontend.openai.parameters.body import validated
+from services.frontend.openai.parameters.body import keep_allowed_tools, validated
 from services.frontend.openai.schemas.messages import FunctionDefinition
 from services.frontend.openai.schemas.requests import ChatRequest, JSONSchema, ResponseFormat
 from services.frontend.responses_api import schemas
@@ -58,7 +58,9 @@ def chat_request(body: schemas.ResponsesRequest, history: Sequence[schemas.Item]
         fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
     elif choice != "auto" or body.tools:  # clients send "auto" without tools
         fields["tool_choice"] = choice
-    return validated(fields, ChatRequest)
+    chat = validated(fields, ChatRequest)
+    keep_allowed_tools(chat)
+    return chat
 
 
 def _named(tool: schemas.ResponsesToolName) -> JSON:

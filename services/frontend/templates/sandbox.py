@@ -27,6 +27,10 @@ class TemplateLimit(Exception):
     """The template's output is too large, or rendering takes too long."""
 
 
+class _TimeIsOver(BaseException):
+    """Not an Exception: jinja catches those in some expressions and goes on, or raises another one in their place."""
+
+
 class _Generation(Extension):
     """`{% generation %}` marks the model's messages for training; here only its content matters."""
 
@@ -82,14 +86,17 @@ def _time_limit(seconds: float) -> Iterator[None]:
     """Interrupt what takes more processor time, between two operations of Python. Raises: TemplateLimit"""
 
     def interrupt(*_: object) -> NoReturn:
-        raise TemplateLimit("rendering it takes too long")
+        raise _TimeIsOver
 
     signal.signal(signal.SIGPROF, interrupt)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except _TimeIsOver:
+        raise TemplateLimit("rendering it takes too long") from None
 
 
 def _tojson(

@@ -1,6 +1,8 @@
 """Answers through the official client; the scripted scheduler decides every token and its time."""
 
 import asyncio
+from itertools import cycle
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -142,15 +144,18 @@ FAMILIES = (
 
 def test_numbers_of_a_request_are_in_the_histograms(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     times = RequestTimes(10.0, 11.0, 13.0, 17.0)
-    scheduler.script(answering("a b", num_cached_tokens=1, num_preemptions=2, times=times))
+    texts = cycle(("a b c", "a b"))
+    end: dict[str, Any] = {"num_cached_tokens": 1, "num_preemptions": 2, "times": times}
+    scheduler.script(lambda request: answering(next(texts), **end)(request))
     done = frontend.metric("requests_total", outcome="completed", code="200")
     for prefix in ("runahead", "vllm"):
         before = {name: frontend.metric(name, prefix) for name in FAMILIES}
         frontend.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 9, "n": 2})
         rise = {name: frontend.metric(name, prefix) - before[name] for name in FAMILIES}
-        said = len(ids_of("a b"))
+        longest = len(ids_of("a b c"))
+        said = longest + len(ids_of("a b"))
         assert rise == pytest.approx(dict(zip(FAMILIES, (
-            2, 2 * (said - 1), 2, 2, 2 * 1.0, 2 * 6.0, 2 * 2.0, 2 * 4.0, 2 * 3, 2 * said, said, 2, 2 * 9, 2 * 2,
+            2, said - 2, 2, 2, 2 * 1.0, 2 * 6.0, 2 * 2.0, 2 * 4.0, 2 * 3, said, longest, 2, 2 * 9, 2 * 2,
             2 * 2, 2, 2 * 1, 2 * 3,
         ), strict=True)))  # fmt: skip
     assert frontend.metric("requests_total", outcome="completed", code="200") == done + 2

@@ -167,10 +167,20 @@ def test_bad_field_is_400_and_named(
     assert scheduler.requests == []
 
 
+F = {"type": "function", "function": {"name": "f"}, "tint": 1}
 UNKNOWN: list[tuple[str, dict[str, object], str]] = [
     (COMPLETIONS, {"prompt": "x", "nonsense": {"deep": [1]}}, "nonsense"),
     (CHAT, {"messages": [{**MESSAGE, "colour": "red"}], "no_stop_trim": False}, "no_stop_trim, messages.colour"),
     ("/tokenize", {"prompt": "x", "nonsense": 5}, "nonsense"),
+    (
+        CHAT,
+        {
+            "messages": [MESSAGE],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {"type": "allowed_tools", "hue": 1, "allowed_tools": {"mode": "required", "tools": [F]}},
+        },
+        "tool_choice.hue, tool_choice.allowed_tools.tools.tint",
+    ),
 ]
 
 

@@ -200,9 +200,11 @@ def test_input_tokens_are_those_of_the_response(frontend: Frontend, scheduler: S
     assert counted.object == "response.input_tokens"
     assert len(scheduler.requests) == 1
     assert counted.input_tokens == answer_of(frontend, False, **fields).usage.input_tokens
-    with pytest.raises(openai.NotFoundError) as refused:
-        frontend.client().responses.input_tokens.count(model="demo", input="x", previous_response_id="resp_0")
-    assert refused.value.param == "previous_response_id"
+    image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]}]
+    for param, wrong in {"previous_response_id": "resp_0", "model": "nobody", "input": image}.items():
+        with pytest.raises(openai.APIStatusError) as refused:
+            frontend.client().responses.input_tokens.count(**{"model": "demo", "input": "x", param: wrong})
+        assert (refused.value.param, refused.value.status_code) == (param, 400 if param == "input" else 404)
 
 
 def test_pages_of_input_items(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

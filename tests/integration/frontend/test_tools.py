@@ -330,6 +330,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice", "nobody"),
     ({"tools": [CLOCK], "tool_choice": allowed("now", "nobody")}, "tool_choice", "'nobody' is not among the tools"),
     ({"tools": TOOLS, "tool_choice": allowed()}, "tool_choice", "at least 1"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "tool_choice.allowed_"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "now"}}, "tool_choice", "tool_choice.function: "),
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "tool_choice"),
     ({"tools": TOOLS, "structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs", "this form of content"),
     ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice", "grammars"),

@@ -193,3 +193,7 @@ def test_bfloat16_logprobs_are_of_its_own_logits_which_are_float32(make_family: 
         assert at == len(PROMPT) + step
         np.testing.assert_allclose(score.values, row[score.ids], atol=1e-5, rtol=0)
         assert not torch.equal(driver.logits[step].bfloat16().float(), driver.logits[step])
+    known = driver.add(PROMPT + request.output[:4], wanted(prompt_logprobs=2))
+    driver.generate([known], 1)
+    for at in range(len(PROMPT), len(PROMPT) + 4):
+        assert known.scores[at] == request.scores[at]

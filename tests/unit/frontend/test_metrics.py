@@ -13,7 +13,7 @@ from protocol.requests import EnginePhase, EngineState
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.metrics import VLLM_NAMES, Metrics
 from services.frontend.metrics.collectors import ValueHistogram
-from services.frontend.metrics.vllm_names import FORMER_NAMES, VLLM
+from services.frontend.metrics.vllm_names import VLLM
 from services.frontend.placement import Placement
 
 BUCKETS = (0.01, 0.5, 1, 2.5, 10)
@@ -158,6 +158,10 @@ def test_every_family_of_the_list_is_shown_under_both_names() -> None:
     for name in VLLM_NAMES:
         for prefix in ("runahead:", "vllm:"):
             assert {prefix + name, f"{prefix}{name}_total"} & set(families), name
-    for name, former in FORMER_NAMES.items():
+    for name, former in (
+        ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+        *((each, f"gpu_{each}") for each in ("prefix_cache_queries", "prefix_cache_hits")),
+        ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    ):
         now, before = ([line for line in lines if line.startswith(VLLM + each)] for each in (name, former))
         assert [line.replace(former, name, 1) for line in before] == now != []

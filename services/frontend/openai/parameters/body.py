@@ -15,7 +15,7 @@ from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid, unknown_tool
 from services.frontend.json_text import MAX_DEPTH, json_value
-from services.frontend.openai.schemas.messages import AllowedSet, AllowedTools
+from services.frontend.openai.schemas.messages import AllowedTools
 from services.frontend.openai.schemas.open_object import HINTS, Neutral, OpenObject
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ChatRequest
 
@@ -58,6 +58,8 @@ class BodyParser:
         """Raises: APIError, naming the field that is wrong"""
         body = validated(content, kind)
         http.state.ignored_parameters = self.check(body, http.state.request_id)
+        if isinstance(body, ChatRequest):
+            keep_allowed_tools(body)
         return body
 
     def check(self, body: OpenObject, request_id: str) -> list[str]:
@@ -96,13 +98,14 @@ def validated(content: dict[str, Any], kind: type[B]) -> B:
         raise _named(error) from None
     if isinstance(body, BaseGenerationRequest) and body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", "stream_options")
-    if isinstance(body, ChatRequest) and isinstance(body.tool_choice, AllowedTools):
-        _keep_allowed(body, body.tool_choice.allowed_tools)
     return body
 
 
-def _keep_allowed(body: ChatRequest, allowed: AllowedSet) -> None:
+def keep_allowed_tools(body: ChatRequest) -> None:
     """Leave only the tools that may be called, also for the prompt. Raises: APIError, if one is not among them"""
+    if not isinstance(body.tool_choice, AllowedTools):
+        return
+    allowed = body.tool_choice.allowed_tools
     names = {tool.function.name for tool in allowed.tools}
     body.tools = [tool for tool in body.tools or () if tool.function.name in names]
     body.tool_choice = allowed.mode
@@ -163,16 +166,20 @@ def _named(error: pydantic.ValidationError) -> APIError:
         return invalid(f"the request body has {error.error_count()} wrong values")
     errors = error.errors(include_url=False, include_input=False)
     field = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
-    deepest = max((e for e in errors if not field or str(e["loc"][0]) == field), key=_specificity)
+    errors = [e for e in errors if not field or str(e["loc"][0]) == field]
+    other_kinds = {e["loc"][:-1] for e in errors if e["loc"][-1:] == ("type",)}
+    deepest = max(errors, key=lambda e: _specificity(e, is_other_kind=e["loc"][:-1] in other_kinds))
     where = ".".join(str(part) for part in (field, *deepest["loc"][1:]) if _is_name(part))
     text = problem(deepest)
     message = f"{where}: {text}" if where else text
     return invalid(message, field or None, logged=f"{field or 'the request body'}: {deepest['type']}")
 
 
-def _specificity(error: ErrorDetails) -> tuple[bool, int, bool, bool]:
+def _specificity(error: ErrorDetails, is_other_kind: bool) -> tuple[bool, int, bool, bool, bool]:
+    """`is_other_kind`: the object has not the type of this branch of a union."""
     is_kind = error["loc"][-1:] == ("type",)  # of another kind of object other fields are missing
-    return error["type"] == "too_long", len(error["loc"]), is_kind, not error["type"].endswith("_type")
+    is_value = not error["type"].endswith("_type")
+    return error["type"] == "too_long", len(error["loc"]), not is_other_kind, is_kind, is_value
 
 
 def _is_name(part: int | str) -> bool:

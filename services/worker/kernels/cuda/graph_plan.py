@@ -45,9 +45,10 @@ class GraphPlan:
             return None
         return next(size for size in self.sizes if size >= tokens)
 
-    def num_bytes(self, layers: int) -> int:
-        """Return the estimated memory of all graphs. Their operations write to buffers, so they have no other."""
-        return len(self.sizes) * layers * _NODES_PER_LAYER * _NODE_BYTES
+    def num_bytes(self, layers: int, row: int) -> int:
+        """Return the estimated memory of all graphs. `row`: bytes of what they allocate for a row; the largest one's
+        memory is used by all. Other operations write to buffers."""
+        return len(self.sizes) * layers * _NODES_PER_LAYER * _NODE_BYTES + max(self.sizes, default=0) * row
 
     def compiled_tiles(self, most: int) -> tuple[int, ...]:
         """Return numbers of tiles, at most `most`, of steps with chunks. Their kernels differ in the number of programs

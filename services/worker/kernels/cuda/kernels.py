@@ -46,14 +46,14 @@ class CudaKernels(Kernels):
         sized = shape, cache.kv_heads, sizes.rows["tokens"], self._activations
         attention = AttentionBuffers(*sized, processors, meta)
         plan = GraphPlan.for_rows(min(sizes.rows.values()) if self._captures else 0)
-        converted = 0 if self._activations == torch.float32 else self._activations.itemsize
+        row = 0 if self._activations == torch.float32 else self._activations.itemsize * sizes.vocab_size
         return {
             "attention": attention.num_bytes + shape.frequencies.nbytes + shape.amplitudes.nbytes,
-            "logits": converted * sampled * sizes.vocab_size,
+            "logits": row * sampled,
             "sampling": sampling_bytes(sampled, sizes.vocab_size),
             "penalties": counts_bytes(sampled, sizes.vocab_size),
             "drafts": lookup_bytes(sizes.num_slots, sizes.max_model_len) if sizes.num_drafts else 0,
-            "graphs": plan.num_bytes(cache.layers),
+            "graphs": plan.num_bytes(cache.layers, row),
         }
 
     def use_threads(self, number: int) -> None:

@@ -38,7 +38,7 @@ class CudaLinear(Linear):
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Outputs in float32 are rounded to the dtype of the activations, as cuBLAS returns them."""
         if out.dtype != x.dtype:
-            return out.copy_(self(x, out.to(x.dtype)))
+            return out.copy_(self(x, torch.empty_like(out, dtype=x.dtype)))
         if self._bias is None:
             return torch.mm(x, self._transposed, out=out)
         return torch.addmm(self._bias, x, self._transposed, out=out)

@@ -6,6 +6,7 @@ import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -129,11 +130,21 @@ def test_template_is_found_in_its_three_places(tmp_path: Path) -> None:
     assert find_template(tmp_path, str(tmp_path / "own")) == "O"
 
 
-def test_rendering_that_takes_too_long_is_ended() -> None:
-    endless = "{% for a in range(99999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+class EndlessKey(str):
+    def __str__(self) -> NoReturn:
+        while True:
+            pass
+
+
+@pytest.mark.parametrize(
+    "endless",
+    ["{% for a in range(99999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "{{ {}[key] }}"],
+    ids=["loops", "where jinja catches exceptions"],
+)
+def test_rendering_that_takes_too_long_is_ended(endless: str) -> None:
     sandbox = Sandbox()
     with pytest.raises(TemplateLimit, match="too long"):
-        sandbox.render(sandbox.from_string(endless), {}, seconds=0.05)
+        sandbox.render(sandbox.from_string(endless), {"key": EndlessKey()}, seconds=0.05)
 
 
 def test_template_is_not_refused_because_the_machine_is_busy() -> None:

@@ -40,5 +40,11 @@ def test_steps_with_chunks_are_compiled_for_every_number_of_splits() -> None:
         assert compiled == {num_splits(tiles, 8, 132) for tiles in range(1, most + 1)}
 
 
+def test_graphs_share_what_the_largest_one_allocates() -> None:
+    for most, rows in ((0, 0), (300, 300), (5000, MOST_ROWS)):
+        plan = GraphPlan.for_rows(most)
+        assert plan.num_bytes(2, 1000) - plan.num_bytes(2, 0) == 1000 * rows
+
+
 def test_padding_ends_with_the_buffers() -> None:
     assert (padded_rows(3, 100), padded_rows(90, 100), padded_rows(0, 5)) == (3 + MOST_PADDING, 100, 5)

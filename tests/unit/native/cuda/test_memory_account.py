@@ -105,10 +105,10 @@ class CountedMemory(CopyingDevice):
 class CountedRunner(NativeRunner):
     """Counts what an epoch allocates."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, dtype: str = "float32") -> None:
         self.device = CountedMemory()
-        self.kernels = CudaKernels(torch.float32, self.device)
-        config = WorkerConfig(model=str(model), threads=1, kernels="reference")
+        self.kernels = CudaKernels(getattr(torch, dtype), self.device)
+        config = WorkerConfig(model=str(model), threads=1, kernels="reference", dtype=dtype)
         super().__init__(config, create_kernels=lambda _: self.kernels)
 
     def init_kv_cache(self, init: InitializeCache) -> None:
@@ -164,16 +164,19 @@ def test_every_kernel_of_sampling_is_compiled_before_the_first_step(
     runner.shutdown()
 
 
-def test_the_account_has_everything_that_a_runner_allocates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_account_has_everything_that_a_runner_allocates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
     monkeypatch.setattr(InterpretedFunction, "run", write_zeros)
     directory = write_tiny_model(tmp_path)
-    runner = CountedRunner(directory)
+    runner = CountedRunner(directory, dtype)
     driver = RunnerDriver(Path(), runner=runner, speculation=DRAFTS, keeps_logits=False)
     part, allocations = (
         ModelPart.from_shard(ModelConfig.from_checkpoint(directory), Shard()),
         runner.device.allocations,
     )
-    model = Model(part, open_checkpoint(directory), torch.float32, runner.kernels, lambda *_: None)
+    model = Model(part, open_checkpoint(directory), getattr(torch, dtype), runner.kernels, lambda *_: None)
     uses = epoch_memory(model, driver.assignment, driver.max_model_len)
     cache = NUM_BLOCKS * driver.loaded.bytes_per_block
     sums = driver.assignment.num_slots * HIDDEN * 4  # of embeddings; the rest of their use is a step's
@@ -184,4 +187,9 @@ def test_the_account_has_everything_that_a_runner_allocates(tmp_path: Path, monk
     assert kept < allocations.most - cache <= sum(uses.values())
     of_steps = sum(size for name, size in uses.items() if name not in KEPT)
     assert allocations.most - cache - kept > of_steps / 4, "the account is far too large"
+    logits, converted = torch.empty(uses["raw logits"] // (4 * VOCAB), VOCAB), Allocations()
+    states = torch.empty(len(logits), model.config.hidden_size, dtype=runner.kernels.network.activations)
+    with Watching(converted):
+        model.head(states, logits)
+    assert converted.most == uses["logits"]
     runner.shutdown()
