@@ -503,6 +503,15 @@ def test_a_model_that_computes_prompts_in_one_step_has_no_longer_context(whole_p
     assert (started.limits.max_model_len, started.limits.enable_prefix_caching) == (longest, not whole_prompts)
 
 
+def test_a_worker_that_has_not_registered_is_expected_until_it_is_stopped() -> None:
+    g = serving("a")
+    g.lose("a", 1.0)
+    g.send("b", Heartbeat(0, 0))
+    assert not g.is_stopped
+    g.send("b", Heartbeat(0, 0, is_stopped=True))
+    assert g.is_stopped
+
+
 def test_the_last_loss_may_be_explained_before_the_group_gives_up() -> None:
     g = group()
     for _ in range(MAX_FUTILE_EPOCHS):
