@@ -866,13 +866,15 @@ def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
 
 
 @pytest.mark.parametrize("is_next_scheduler", [False, True])
-@pytest.mark.parametrize(("first", "other"), [(1, 1), (0, 1), (1, 0), (0, 0), (1, 2)])
+@pytest.mark.parametrize(("first", "other"), [(1, 1), (0, 1), (1, 0), (0, 0), (1, 2), (9, 9)])
 def test_blocks_in_memory_that_has_missed_a_drop_are_not_adopted(
     first: int, other: int, is_next_scheduler: bool
 ) -> None:
     """`first` and `other`: the epoch of the last drop that the memory of the ranks has had. The next scheduler knows
-    only this."""
-    g = registered("b", "c", tensor_parallel_size=2)
+    only this. That of a scheduler whose clock was ahead says nothing."""
+    g = registered("a", "b", tensor_parallel_size=2)
+    g.lose("a", 0.5)
+    g.register("b", "c")
     if not is_next_scheduler:
         g = serving("a", "b", tensor_parallel_size=2)
         g.register("c")
@@ -883,7 +885,7 @@ def test_blocks_in_memory_that_has_missed_a_drop_are_not_adopted(
     loaded = msgspec.structs.replace(LOADED, epoch=g.epoch, held=held)
     g.send("b", msgspec.structs.replace(loaded, dropped_in=first))
     inits = sent(g.send("c", msgspec.structs.replace(loaded, dropped_in=other)), InitializeCache)
-    last = max(first, other, not is_next_scheduler)
+    last = max(epoch for epoch in (first, other, int(not is_next_scheduler)) if epoch <= g.epoch)
     assert [init.dropped_in for init in inits.values() if isinstance(init, InitializeCache)] == [last, last]
     *_, started = g.send("bc", Ready(g.epoch))
     assert isinstance(started, Started)
