@@ -191,7 +191,7 @@ class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_ca
     whole_steps: bool = False
     """No row is left out in this epoch, whatever the workers can: all masks of a step come before the next plan."""
     dropped_in: EpochId = 0
-    """The epoch of the last drop or reset: memory that has missed it (`Loaded.dropped_in`) loses all its names."""
+    """The epoch of the last drop or reset: memory with another one (`Loaded.dropped_in`) loses all its names."""
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):

@@ -124,7 +124,7 @@ class StartUp:
             memory = self._runner.kv_memory
             if memory.names is not None:
                 memory.names.drop([init.canary_block])
-            if memory.dropped_in < init.dropped_in:
+            if memory.dropped_in != init.dropped_in:
                 memory.forget_before(init.dropped_in)
             _run_canary(self._runner, init.canary_block, self._num_groups)
             self._offload.begin(memory)

@@ -112,7 +112,8 @@ class Epoch:
         for member in ranks:
             self._roster.apply(member.peer, MemberEvent.INITIALIZE, now)
         loaded = self._loaded()
-        self._dropped_in = max(self._dropped_in, *(rank.dropped_in for rank in loaded))
+        # A later one is of a scheduler whose clock was ahead: which drops of this one it has missed cannot be seen
+        self._dropped_in = max([self._dropped_in, *(rank.dropped_in for rank in loaded if rank.dropped_in <= self.id)])
         held = [rank.held if rank.dropped_in == self._dropped_in else None for rank in loaded]
         self._adopted, canary = common_blocks(held, limits.num_blocks)
         whole_steps = not limits.leaves_rows_out

@@ -98,6 +98,7 @@ def test_a_draining_scheduler_expects_no_worker_that_is_stopped_before_it_regist
         while not client.tokens[1]:
             client.receive()
         running.worker.kill()
+        client.wait_state(lambda state: state.phase is EnginePhase.RECOVERING)  # a loss that is noticed later counts
         config = WorkerConfig.model_validate({**SIM, "scheduler_endpoint": f"ipc://{tmp_path}/w"})
         starts = SchedulerLink(config, SimRunner(config), NO_ALARM)
         starts.connect_within(PATIENCE)

@@ -108,14 +108,18 @@ def test_steps_in_flight_when_the_epoch_ends_are_void(
         assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
 
 
-@pytest.mark.parametrize("when", ["spare", "next epoch", "never"])
+@pytest.mark.parametrize("when", ["spare", "next epoch", "never", "before"])
 def test_a_worker_that_misses_a_drop_loses_the_names_of_its_blocks(
     scheduler: ScriptedWorkerServer, tmp_path: Path, when: str
 ) -> None:
-    """A spare is sent it; a worker that was lost is told with its next cache."""
+    """A spare is sent it; a worker that was lost is told with its next cache. One that has had a drop which the
+    scheduler does not know may have missed others."""
     named = NamedBlocks.from_lists([3], [bytes(NAME_BYTES)])
     with worker_thread(scheduler, tmp_path):
         scheduler.serve(1)
+        if when == "before":
+            scheduler.send(LoadBlocks(1, 1, 1, b"", b"", drops_all=True))
+            assert scheduler.next_message() == BlocksLoaded(1, 1, 0)
         scheduler.send(ReleaseSlots(1, b"", named))
         scheduler.end(1)
         scheduler.registered()
@@ -123,11 +127,12 @@ def test_a_worker_that_misses_a_drop_loses_the_names_of_its_blocks(
             scheduler.send(LoadBlocks(2, 0, 0, b"", b"", drops_all=True))
             assert scheduler.next_message() == BlocksLoaded(2, 0, 0)
         loaded = scheduler.load(3)
-        assert (loaded.held, loaded.dropped_in) == ((None, 2) if when == "spare" else (named, 0))
-        scheduler.send(InitializeCache(BLOCKS, CONTEXT, dropped_in=0 if when == "never" else 2))
+        assert (loaded.held, loaded.dropped_in) == ((None, 2) if when == "spare" else (named, int(when == "before")))
+        last = 0 if when in ("never", "before") else 2
+        scheduler.send(InitializeCache(BLOCKS, CONTEXT, dropped_in=last))
         assert scheduler.next_message() == Ready(3)
         scheduler.end(3)
         scheduler.registered()
         loaded = scheduler.load(4)
-        assert (loaded.held, loaded.dropped_in) == ((named, 0) if when == "never" else (None, 2))
+        assert (loaded.held, loaded.dropped_in) == (named if when == "never" else None, last)
         scheduler.initialize(4)

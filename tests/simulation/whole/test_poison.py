@@ -10,8 +10,9 @@ CRASHED = -11
 
 
 def test_many_requests_that_crash_the_workers_do_not_end_the_scheduler() -> None:
-    """Each of them crashes its first step, alone, so no step ends between their losses."""
-    system = System(0, Layout(speeds=Speeds(latencies=(0.001, 0.2))))
+    """Each of them crashes its first step, alone, so no step ends between their losses. A second frontend could
+    learn of a loss later."""
+    system = System(0, Layout(num_frontends=1, speeds=Speeds(latencies=(0.001, 0.2))))
     system.expected_statuses.add(CRASHED)
     with system.started():
         for number in range(POISONOUS + OTHERS):

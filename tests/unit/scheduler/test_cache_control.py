@@ -4,11 +4,12 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import encode
 from protocol.membership import Loaded
-from protocol.requests import CacheControlled, ResetDone, ResetPrefixCache
+from protocol.requests import CacheAction, CacheControlled, ControlCache, ResetDone, ResetPrefixCache
 from protocol.steps import BlocksLoaded, KeepPins, KeptPin, LoadBlocks, StepMessage
 from services.config import SchedulerConfig
 from services.scheduler.build import CoreStart
@@ -30,7 +31,10 @@ def test_a_pin_that_cannot_be_read_ends_and_the_others_go_on() -> None:
     core = EngineCore(LIMITS, ChunkedPolicy(), 1, 50)
     kept = KeepPins(1, 4, [KeptPin("torn", "", bytes(NAME_BYTES + 1)), KeptPin("whole", "", bytes(NAME_BYTES))])
     config = SchedulerConfig(block_size=4)
-    CacheControl(config, TierReports(4), lambda: None).restore(kept, core)
+    control = CacheControl(config, TierReports(4), lambda: None)
+    control.restore(replace(kept, block_size=8), core)
+    assert not [*core.store.pins], "its prefixes have other names"
+    control.restore(kept, core)
     assert [pin.id for pin in core.store.pins] == ["whole"]
 
 
@@ -43,12 +47,14 @@ def test_a_reset_is_repeated_until_all_ranks_of_an_epoch_have_confirmed_it() -> 
         assert message.drops_all
         return control.on_loaded(rank, BlocksLoaded(message.epoch, message.ticket, 0), 2, core)
 
-    def next_epoch() -> None:
+    def next_epoch() -> Started:
         assert [*control.end_epoch()] == []
         core.end_epoch()
         core.start_epoch(LIMITS, ChunkedPolicy(), core.epoch.number + 1)
         held = NamedBlocks.from_lists([3], [bytes(NAME_BYTES)])
-        control.start_epoch(core, Started(core.epoch.number, [], LIMITS, cast(Loaded, None), held))
+        started = Started(core.epoch.number, [], LIMITS, cast(Loaded, None), held)
+        control.start_epoch(core, started)
+        return started
 
     control.reset(7, ResetPrefixCache(1), core)
     [message] = core.dispatch()
@@ -60,9 +66,10 @@ def test_a_reset_is_repeated_until_all_ranks_of_an_epoch_have_confirmed_it() -> 
     messages = [*core.dispatch()]
     assert [answer(b"first", message) for message in messages] == [None, None]
     assert [answer(b"other", message) for message in messages] == [(8, ResetDone(5, True)), (7, ResetDone(1, True))]
-    next_epoch()
+    started = next_epoch()
     assert core.epoch.kv.pool.by_hash, "they are not repeated any more"
-    assert drops == [1, 2, 3, 3]
+    assert control.handle(7, ControlCache(2, CacheAction.DROP, names=bytes(NAME_BYTES)), core, started) is None
+    assert drops == [1, 2, 3, 3, 4]
 
 
 def test_workers_of_later_epochs_have_no_pin_that_was_removed() -> None:

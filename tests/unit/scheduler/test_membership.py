@@ -4,11 +4,13 @@ Any order of events is in test_membership_machine.py, the tables are in test_mem
 the services around it and random faults is in tests/simulation/whole.
 """
 
+import math
+
 import msgspec
 import pytest
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
-from protocol.codec import Decoder, encode
+from protocol.codec import Decoder, encode, pack
 from protocol.fields import MAX_TEXT
 from protocol.membership import (
     Assignment,
@@ -27,9 +29,12 @@ from protocol.membership import (
     WorkerMessage,
 )
 from protocol.pooling import PoolingModel
-from protocol.requests import EngineMessage, EnginePhase, EngineState
+from protocol.requests import EngineMessage, EnginePhase, EngineState, GenerateRequest
+from protocol.sampling import SamplingParams
 from protocol.steps import KeepPins, KeptPin, LoadBlocks, StepFault
 from services.config import SchedulerConfig
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.limits import Limits
 from services.scheduler.engine_state import StateReports
 from services.scheduler.membership import Action, Ended, FailRequests, News, Refuse, Send, Started, WorkerGroup
 from services.scheduler.membership.formation import RETURN_SECONDS
@@ -37,6 +42,7 @@ from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS, PROVEN_AFTER
 from services.scheduler.membership.member_states import MemberState
 from services.scheduler.membership.step_watch import FLOOR, SMALLEST, STRETCH, StepSize
 from services.scheduler.membership.timeouts import ASSIGN_TIMEOUT, LOAD_SILENCE, LOAD_STALL, RETURN_TIMEOUT
+from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.structured_output import StructuredOutput
 from services.scheduler.tier_reports import TierReports
 
@@ -497,6 +503,15 @@ def test_a_model_that_computes_prompts_in_one_step_has_no_longer_context(whole_p
     assert (started.limits.max_model_len, started.limits.enable_prefix_caching) == (longest, not whole_prompts)
 
 
+def test_a_worker_that_has_not_registered_is_expected_until_it_is_stopped() -> None:
+    g = serving("a")
+    g.lose("a", 1.0)
+    g.send("b", Heartbeat(0, 0))
+    assert not g.is_stopped
+    g.send("b", Heartbeat(0, 0, is_stopped=True))
+    assert g.is_stopped
+
+
 def test_the_last_loss_may_be_explained_before_the_group_gives_up() -> None:
     g = group()
     for _ in range(MAX_FUTILE_EPOCHS):
@@ -644,7 +659,9 @@ def test_a_step_without_memory_is_retried_with_half_of_its_tokens_once() -> None
     g.on_dispatch(3, 0.5, StepSize(900, 900 * 900, 2, 899))
     g.on_dispatch(4, 0.5)
     ended = Ended(1, "worker host:1 is well: step 3 ran out of memory", is_fault=False)
-    assert ended in g.send("a", out_of_memory(1, 3), 1.0)
+    actions = g.send("a", out_of_memory(1, 3), 1.0)
+    assert ended in actions
+    assert sent(actions, EndEpoch) == {"a": EndEpoch(1, ended.reason, is_fault=False)}
     (assignment,) = sent(g.register("a", at=2.0), Assignment).values()
     assert assignment.max_num_batched_tokens == 448
     limits = g.start(3.0).limits
@@ -849,13 +866,15 @@ def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
 
 
 @pytest.mark.parametrize("is_next_scheduler", [False, True])
-@pytest.mark.parametrize(("first", "other"), [(1, 1), (0, 1), (1, 0), (0, 0)])
+@pytest.mark.parametrize(("first", "other"), [(1, 1), (0, 1), (1, 0), (0, 0), (1, 2), (9, 9)])
 def test_blocks_in_memory_that_has_missed_a_drop_are_not_adopted(
     first: int, other: int, is_next_scheduler: bool
 ) -> None:
     """`first` and `other`: the epoch of the last drop that the memory of the ranks has had. The next scheduler knows
-    only this."""
-    g = registered("b", "c", tensor_parallel_size=2)
+    only this. That of a scheduler whose clock was ahead says nothing."""
+    g = registered("a", "b", tensor_parallel_size=2)
+    g.lose("a", 0.5)
+    g.register("b", "c")
     if not is_next_scheduler:
         g = serving("a", "b", tensor_parallel_size=2)
         g.register("c")
@@ -866,7 +885,7 @@ def test_blocks_in_memory_that_has_missed_a_drop_are_not_adopted(
     loaded = msgspec.structs.replace(LOADED, epoch=g.epoch, held=held)
     g.send("b", msgspec.structs.replace(loaded, dropped_in=first))
     inits = sent(g.send("c", msgspec.structs.replace(loaded, dropped_in=other)), InitializeCache)
-    last = max(first, other, not is_next_scheduler)
+    last = max(epoch for epoch in (first, other, int(not is_next_scheduler)) if epoch <= g.epoch)
     assert [init.dropped_in for init in inits.values() if isinstance(init, InitializeCache)] == [last, last]
     *_, started = g.send("bc", Ready(g.epoch))
     assert isinstance(started, Started)
@@ -893,6 +912,21 @@ def test_the_test_step_takes_a_block_if_all_are_held() -> None:
     (init,) = sent(g.send("a", loaded), InitializeCache).values()
     assert isinstance(init, InitializeCache)
     assert init.canary_block == 0, "the one that became whole last"
+
+
+def test_the_state_is_reported_while_there_are_requests_and_once_more() -> None:
+    g, core = registered("a"), EngineCore(Limits(4, 64, 64, 32, 4), ChunkedPolicy(), 1, 50)
+    reports = StateReports(SchedulerConfig(), 1, g, StructuredOutput(None, None), TierReports(4))
+    reports.report(g.status, None, core)
+
+    def is_due(now: float) -> bool:
+        return reports.is_due(now, g.status, core)
+
+    assert not is_due(math.inf)
+    core.add(0, GenerateRequest(1, pack([1, 2]), 2, SamplingParams(max_tokens=1)))
+    assert (is_due(0.0), is_due(math.inf)) == (False, True)
+    core.abort(0, [1])
+    assert (is_due(0.0), is_due(0.0)) == (True, False)
 
 
 def test_engines_that_serve_a_context_with_other_factors_of_longrope_are_not_equal() -> None:

@@ -101,6 +101,8 @@ MESSAGES = {
     "plan": plan(1),
     "grammar": grammar(1),
     "release": ReleaseSlots(3, b""),
+    "load": LoadBlocks(4, 1, 1, b"", b""),
+    "drop": LoadBlocks(4, 0, 0, b"", b"", drops_all=True),
     "late plan": plan(9, epoch=2),
     "early plan": plan(1, epoch=4),
     "early grammar": grammar(1, epoch=4),
@@ -110,10 +112,10 @@ MESSAGES = {
 }
 ALWAYS = {"ping": ANSWERED, "shutdown": USED}
 BEFORE_SERVING = {"plan": REFUSED, "grammar": REFUSED, "release": REFUSED, "early plan": REFUSED} | ALWAYS
-OF_OTHER_EPOCHS = dict.fromkeys(("late plan", "early plan", "early grammar", "late end"), IGNORED)
+OF_OTHER_EPOCHS = dict.fromkeys(("late plan", "early plan", "early grammar", "load", "drop", "late end"), IGNORED)
 WHEN_SERVING = {"release": USED} | OF_OTHER_EPOCHS | ALWAYS
 TABLE = {
-    Phase.REGISTERED: {"assignment": USED, "late end": USED, "late plan": REFUSED} | BEFORE_SERVING,
+    Phase.REGISTERED: {"assignment": USED, "load": IGNORED, "drop": USED, "late end": USED} | BEFORE_SERVING,
     Phase.LOADING: {"late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,
     Phase.LOADED: {"initialize": USED, "late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,
     Phase.INITIALIZING: {"late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,

@@ -173,7 +173,8 @@ def drop(ticket: int, *numbers: int) -> LoadBlocks:
 
 
 def test_a_dropped_block_is_neither_read_nor_written_again(rank: Rank) -> None:
-    """Not even while the thread that removes it is busy, and after the end of the epoch."""
+    """Not even while the thread that removes it is busy, and after the end of the epoch. A reset does not wait for that
+    thread."""
     rank.follow(1, 2)
     wait_until(lambda: rank.tier.has(name(2)), "the block is stored")
     reached, goes_on = threading.Event(), threading.Event()
@@ -190,6 +191,8 @@ def test_a_dropped_block_is_neither_read_nor_written_again(rank: Rank) -> None:
     rank.load(2, {5: 1, 6: 2})
     assert rank.answer() == BlocksLoaded(1, 2, 1, {"host": 1})
     assert rank.transfers.find([name(2)])[0] == 0, "no peer gets it"
+    rank.transfers.drop(LoadBlocks(1, 1, 3, b"", b"", drops_all=True))
+    assert rank.answer() == BlocksLoaded(1, 3, 0)
     rank.transfers.end()
     goes_on.set()
     assert rank.answer() == BlocksLoaded(1, 1, 0)
