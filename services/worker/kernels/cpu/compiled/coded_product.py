@@ -291,6 +291,7 @@ def coded_product_kernel(inputs: int) -> Kernel:
                 is_tiled = has_tiles and rows >= LEAST_ROWS
                 if is_tiled:
                     tiles.rows, tiles.tiles = rows, (rows + TILE_ROWS - 1) // TILE_ROWS
+                    tiles.ahead_bytes = span_bytes // PANELS
                 # Each part of the rows reads as many of the codes that are needed next
                 ahead_bytes = span_bytes // PANELS * WIDTH // (TURNS * ((rows + ROWS - 1) // ROWS))
                 for row in range(rows):
@@ -327,7 +328,7 @@ def coded_product_kernel(inputs: int) -> Kernel:
                     done = rows if is_few or is_tiled else 0
                     codes = ahead + panel * (span_bytes // PANELS)
                     if is_tiled:
-                        tiles.first, tiles.steps, tiles.out = step, task.steps, out
+                        tiles.first, tiles.steps, tiles.out, tiles.ahead = step, task.steps, out, codes
                         raw.call(a.tiles, tile_place)
                     while done < rows:
                         # Equal parts: seven rows are four and three

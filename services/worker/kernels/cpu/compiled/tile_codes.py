@@ -23,7 +23,7 @@ from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.simd import I16, I64, LANES, VF, VI
 from services.worker.kernels.cpu.thread_team import compiled
 
-LEAST_ROWS = 12
+LEAST_ROWS = 24
 """Fewer rows do not pay for the bytes of the panels."""
 TILE_TASK = np.dtype(
     [
@@ -39,6 +39,8 @@ TILE_TASK = np.dtype(
         ("bytes", np.int64),  # address of the split rows
         ("tiles", np.int64),  # number of tiles of all rows
         ("out", np.int64),  # float32[rows, PANELS, 16], to which products are added
+        ("ahead", np.int64),  # address of codes that are decoded later: they are read from memory meanwhile
+        ("ahead_bytes", np.int64),  # how many of them
         ("room", np.int64),  # ROOM bytes to write to
         ("configured", np.int64),  # 0 before the first call
     ]
@@ -135,8 +137,11 @@ def tile_multiplier() -> int:
             amx.configure(a.room, amx.ROWS)
             a.configured = 1
         sums, groups, loads = a.room + 64, a.steps // a.scale_steps, a.scale_steps // 2
-        for at in range(a.decoded, a.decoded + a.steps * NUMBERS_BYTES, 128):
+        for number in range(a.steps * NUMBERS_BYTES // 128):
+            at = a.decoded + number * 128
             _split(at, at, at + 64, 0)
+            if number * 64 < a.ahead_bytes:
+                raw.prefetch(a.ahead + number * 64, 64)
         x = a.bytes + a.first // SPAN * a.tiles * SPAN * amx.TILE_BYTES
         for row in range(0, a.rows, amx.ROWS):
             at, to = a.decoded, sums
