@@ -100,7 +100,7 @@ def test_a_stack_of_several_formats_keeps_each_of_them() -> None:
 
 
 @pytest.mark.skipif(TILES not in processor_features(), reason="other processors have one kind of products")
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
 def test_with_amx_there_are_products_for_few_rows(kind: str) -> None:
     network = create(choose("compiled", "cpu", BF16, processor_features(), True, few_rows=True)).network
     for coded, bias in cases(kind):

@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional
 
 from services.worker.kernels.cpu.compiled import coded_product, pair_product, product, tile_product
-from services.worker.kernels.cpu.compiled.block_formats import KINDS
+from services.worker.kernels.cpu.compiled.block_formats import FORMATS, KINDS
+from services.worker.kernels.cpu.compiled.tile_codes import tile_multiplier
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.panels import OUTPUTS, PAIRED, format_address
 from services.worker.kernels.cpu.thread_team import Kernel
@@ -65,7 +66,8 @@ def _kernel_of(panels: PackedRows, choice: KernelChoice) -> tuple[Kernel, int, i
         return kernel, block, tile_product.CHUNK, (format_address(panels), *decoder)
     if not coded:
         return pair_product.pair_product_kernel(inputs), pair_product.BLOCK, pair_product.CHUNK, ()
-    more = format_address(panels), int(choice.own is not None)
+    tiles = choice.own == TILES and FORMATS[panels.layout].scale_steps > 1
+    more = format_address(panels), int(choice.own is not None), tile_multiplier() if tiles else 0
     return coded_product.coded_product_kernel(inputs), coded_product.BLOCK, coded_product.CHUNK, more
 
 

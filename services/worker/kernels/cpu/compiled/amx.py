@@ -1,6 +1,7 @@
-"""AMX instructions for numba kernels: tiles of bfloat16 and float32 that multiply as matrices.
+"""AMX instructions for numba kernels: tiles of bfloat16 or int8, with sums of float32 or int32, that multiply as
+matrices.
 
-A tile has 16 rows of 64 bytes. Tiles 0 to 3 are float32 sums, 4 and 5 are rows of activations, 6 and 7 are weights.
+A tile has 16 rows of 64 bytes. Tiles 0 to 3 are sums, 4 and 5 are rows of activations, 6 and 7 are weights.
 `multiply` adds the products of 32 inputs to each sum in one fixed order, so a row's sums do not depend on the other
 rows of a tile.
 
@@ -52,6 +53,10 @@ multiply_0, multiply_1, multiply_2, multiply_3 = (
     _on_tiles(f"tdpbf16ps %tmm{6 + n % 2}, %tmm{4 + n // 2}, %tmm{n}") for n in range(4)
 )
 """Tile n of sums += activations of tile 4 + n // 2 times weights of tile 6 + n % 2."""
+multiply_bytes_0, multiply_bytes_1, multiply_bytes_2, multiply_bytes_3 = (
+    _on_tiles(f"tdpbssd %tmm{6 + n % 2}, %tmm{4 + n // 2}, %tmm{n}") for n in range(4)
+)
+"""The same of 64 int8, with sums of int32."""
 multiply_short_0, multiply_short_1 = (_on_tiles(f"tdpbf16ps %tmm{2 + n}, %tmm5, %tmm{n}") for n in range(2))
 """Tile n of sums += activations of tile 5 times weights of tile 2 + n, where both have sixteen inputs."""
 

@@ -20,6 +20,7 @@ from numba.core import cgutils, types
 from numpy.typing import NDArray
 
 from services.worker.kernels.cpu.compiled import raw, simd
+from services.worker.kernels.cpu.compiled.amx import ROWS as TILE_ROWS
 from services.worker.kernels.cpu.compiled.block_formats import (
     BYTES,
     FORMATS,
@@ -48,6 +49,7 @@ from services.worker.kernels.cpu.compiled.product import FIELDS
 from services.worker.kernels.cpu.compiled.raw import prefetch_line
 from services.worker.kernels.cpu.compiled.rounded_rows import HALVES_AT, round_row, size_of_row
 from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, LANES, VF, VI
+from services.worker.kernels.cpu.compiled.tile_codes import LEAST_ROWS, ROOM, TILE_TASK, split_row
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, compiled, take
 
 BLOCK = PANELS * PANEL
@@ -68,6 +70,7 @@ CODED = arguments(
     *FIELDS,
     ("format", np.int64),  # int64[NUMBERS], as `format_table` returns it
     ("half", np.int64),  # activations are bfloat16, and not float32
+    ("tiles", np.int64),  # address, as `tile_multiplier` returns it; 0: no AMX
 )
 NUMBERS = 7
 TASK = np.dtype(
@@ -258,15 +261,25 @@ def coded_product_kernel(inputs: int) -> Kernel:
         row_bytes = size_of_row(steps)
         most, item_bytes = min(a.rows, CHUNK), steps // own[1] * own[2] * PANELS
         span_bytes = SPAN // own[1] * own[2] * PANELS
-        buffer = raw.allocate(64 + TASK_BYTES + WIDTH * SPAN_BYTES + most * (BLOCK * 4 + row_bytes))
+        has_tiles = a.tiles != 0 and most >= LEAST_ROWS
+        split_size = (most + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS * 2 * a.inputs * has_tiles
+        tiles_size = (ROOM + TASK_BYTES) * has_tiles + split_size
+        buffer = raw.allocate(64 + TASK_BYTES + WIDTH * SPAN_BYTES + tiles_size + most * (BLOCK * 4 + row_bytes))
         place = (buffer + 63) // 64 * 64
         decoded = place + TASK_BYTES
-        sums = decoded + WIDTH * SPAN_BYTES
+        tile_place = decoded + WIDTH * SPAN_BYTES
+        sums = tile_place + tiles_size
         rounded = sums + most * BLOCK * 4
         task = carray(raw.pointer(place), 1, TASK)[0]
         task.x, task.row_bytes, task.row_steps = rounded, row_bytes, steps
+        tiles = carray(raw.pointer(tile_place), 1, TILE_TASK)[0]
+        if has_tiles:
+            tiles.decoded, tiles.scale_steps, tiles.has_minima = decoded, scale_steps, has_minima
+            tiles.x, tiles.row_bytes, tiles.row_steps = rounded, row_bytes, steps
+            tiles.room, tiles.configured = tile_place + TASK_BYTES, 0
+            tiles.bytes = tiles.room + ROOM
         # Kept from item to item: no item needs a division
-        first_item, start, rows, is_few, ahead_bytes = 0, 0, 0, False, 0
+        first_item, start, rows, is_few, is_tiled, ahead_bytes = 0, 0, 0, False, False, 0
         item = take(address)
         while item < a.items:
             following = take(address)  # its codes are read beforehand
@@ -275,6 +288,10 @@ def coded_product_kernel(inputs: int) -> Kernel:
             if rows == 0:  # most items have the rows of the one before
                 rows = min(CHUNK, a.rows - start)
                 is_few = rows <= few
+                is_tiled = has_tiles and rows >= LEAST_ROWS
+                if is_tiled:
+                    tiles.rows, tiles.tiles = rows, (rows + TILE_ROWS - 1) // TILE_ROWS
+                    tiles.ahead_bytes = span_bytes // PANELS
                 # Each part of the rows reads as many of the codes that are needed next
                 ahead_bytes = span_bytes // PANELS * WIDTH // (TURNS * ((rows + ROWS - 1) // ROWS))
                 for row in range(rows):
@@ -287,12 +304,14 @@ def coded_product_kernel(inputs: int) -> Kernel:
                         round_row(a.x + x * 4, steps, limit, to, 0, BYTES)
                     else:
                         round_row(a.x + x * 4, steps, limit, to, 0, 0)
+                    if is_tiled:
+                        split_row(to, steps, row, tiles.tiles, tiles.bytes)
             block, later = item - first_item, following - first_item
             while later >= items:
                 later -= items
             task.end = a.weight + (block + 1) * item_bytes
             task.jump = (later - block - 1) * item_bytes if following < a.items else -item_bytes
-            task.rows, task.width = (rows, PANELS) if is_few else (0, WIDTH)
+            task.rows, task.width = (rows, PANELS) if is_few else (0, 1 if is_tiled else WIDTH)
             for number in range(rows * PANELS):
                 simd.store_f32x16(sums + number * 64, simd.splat(np.float32(0)))
             panels = (min(BLOCK, a.outputs - block * BLOCK) + PANEL - 1) // PANEL
@@ -306,8 +325,11 @@ def coded_product_kernel(inputs: int) -> Kernel:
                     task.codes = a.weight + block * item_bytes + panel * own[2]
                     task.out = out if is_few else decoded
                     raw.call(coder, place)
-                    done = rows if is_few else 0
+                    done = rows if is_few or is_tiled else 0
                     codes = ahead + panel * (span_bytes // PANELS)
+                    if is_tiled:
+                        tiles.first, tiles.steps, tiles.out, tiles.ahead = step, task.steps, out, codes
+                        raw.call(a.tiles, tile_place)
                     while done < rows:
                         # Equal parts: seven rows are four and three
                         parts = (rows - done + ROWS - 1) // ROWS
@@ -322,6 +344,9 @@ def coded_product_kernel(inputs: int) -> Kernel:
                         codes += ahead_bytes * TURNS
             _write(a, sums, start, rows, block * BLOCK)
             item = following
+        if has_tiles and tiles.configured:
+            tiles.rows = 0
+            raw.call(a.tiles, tile_place)
         raw.release(buffer)
 
     return Kernel(coded_product, CODED, cost=-(-WORTH // (BLOCK * inputs)))
