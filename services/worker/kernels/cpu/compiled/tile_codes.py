@@ -46,7 +46,10 @@ TILE_TASK = np.dtype(
     ]
 )
 """Arguments of a `tile_multiplier`."""
-ROOM = 64 + SPAN // 4 * 4 * amx.TILE_BYTES
+_PARTS = 4
+"""Tiles of sums: by the bytes of inputs and of weights."""
+ROOM = 64 + 2 * _PARTS * amx.TILE_BYTES
+"""Bytes for a configuration and for the sums of up to two scales in a span."""
 _FINISHED = 8
 """Largest number of rows whose sums are scaled together."""
 
@@ -64,7 +67,8 @@ def _split(builder: Any, address: Any, lower: Any, upper: Any, are_neighbours: i
         orders = [ir.Constant(VI, list(range(first, 2 * LANES, 2))) for first in range(2)]
         pairs = [builder.shuffle_vector(*pairs, order) for order in orders]
     mask, above, eight = (ir.Constant(VI, [value] * LANES) for value in (0x00FF00FF, -0x00FF0100, 8))
-    half, short = ir.Constant(ir.VectorType(I16, 2 * LANES), [128] * 2 * LANES), ir.VectorType(I16, 2 * LANES)
+    short = ir.VectorType(I16, 2 * LANES)
+    half = ir.Constant(short, [128] * 2 * LANES)
     even, odd = pairs
     low = builder.or_(builder.and_(even, mask), builder.and_(builder.shl(odd, eight), above))
     # The upper byte of a number whose lower byte is negative is one more
@@ -109,10 +113,10 @@ def _add_sums(
             with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
                 step = builder.add(start, loop.index)
                 tile.add_minima(loaded(step, MINIMA_AT), builder.add(first, step), panel)
-            at = builder.add(tiles, times(builder, outer.index, 4 * amx.TILE_BYTES))
+            at = builder.add(tiles, times(builder, outer.index, _PARTS * amx.TILE_BYTES))
             for row, (place,) in enumerate(sums):
                 parts = [
-                    load(builder, moved(builder, at, part * amx.TILE_BYTES + row * 64), VI, 4) for part in range(4)
+                    load(builder, moved(builder, at, part * amx.TILE_BYTES + row * 64), VI, 4) for part in range(_PARTS)
                 ]
                 eight = ir.Constant(VI, [8] * LANES)
                 upper = builder.add(builder.add(parts[1], parts[2]), builder.shl(parts[3], eight))
@@ -165,7 +169,7 @@ def tile_multiplier() -> int:
                 amx.store_1(to + amx.TILE_BYTES, 64)
                 amx.store_2(to + 2 * amx.TILE_BYTES, 64)
                 amx.store_3(to + 3 * amx.TILE_BYTES, 64)
-                to += 4 * amx.TILE_BYTES
+                to += _PARTS * amx.TILE_BYTES
             for first in range(row, min(row + amx.ROWS, a.rows), _FINISHED):
                 _add_sums(
                     min(a.rows - first, _FINISHED), a.x + first * a.row_bytes, a.row_bytes, a.row_steps, a.first,
