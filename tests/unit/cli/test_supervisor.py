@@ -459,7 +459,7 @@ def test_pauses_grow_until_the_limit_of_restarts_in_the_window() -> None:
         assert (child.restart_at, child.restart_dropped) == (None, True)
 
 
-def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
+def test_children_end_with_a_killed_parent() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, DYING_WITH_PARENT], stdout=subprocess.PIPE, text=True
     ) as process:

@@ -218,7 +218,7 @@ def test_file_descriptor_is_readable_until_the_result_is_taken(compiler: Compile
     assert not select.select([compiler.inner.fileno()], [], [], 0)[0]
 
 
-def test_trial_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_process_ends_with_its_parent() -> None:
     """The parent is killed by SIGKILL, so it cannot end its children itself."""
     code = (
         "import sys, time\n"
