@@ -209,10 +209,7 @@ class Answering:
         return [(prompt, sampling_params(body, defaults, len(prompt.token_ids), *sizes, words)) for prompt in prompts]
 
     async def count_tokens(self, http: HTTPRequest, body: ChatRequest) -> int:
-        """Return the number of tokens of a conversation. Without images and sounds, no engine is needed.
-
-        Raises: APIError
-        """
+        """Return the number of tokens of a conversation. An engine is needed for files alone. Raises: APIError"""
         media = self.engine.state.media
         if media_files(body):
             self.engine.check_ready()  # it is known whether the model has images
