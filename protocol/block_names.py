@@ -42,6 +42,13 @@ def split_names(names: bytes) -> list[bytes]:
     return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
 
 
+def names_of(salt: str, tokens: bytes, block_size: int, items: Sequence[MediaItem] = ()) -> list[bytes]:
+    """Return the names of the full blocks of a sequence; see `extend_names`."""
+    names: list[bytes] = []
+    extend_names(names, salt, tokens, block_size, items)
+    return names
+
+
 def extend_names(
     names: list[bytes], salt: str, tokens: bytes, block_size: int, items: Sequence[MediaItem] = ()
 ) -> None:

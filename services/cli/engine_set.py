@@ -37,10 +37,10 @@ def engine_names(config: ServeConfig) -> list[str]:
 def service_names(engine: str, config: ServeConfig) -> list[str]:
     """Return the names of an engine's services: the scheduler first. Those of a server with one engine carry no number
     of it. No other engine of the server ever has the same."""
-    alone, first = config.data_parallel_size == 1, engine == "0"
-    number = "" if alone and first else f"-{engine}"
+    alone = config.data_parallel_size == 1
+    number = "" if alone and engine == "0" else f"-{engine}"
     ranks = [f"-{rank}" for rank in range(config.num_workers)]
-    if len(ranks) == 1 and (first or not alone):  # worker-1 may be the second rank of the first engine
+    if len(ranks) == 1 and not (alone and number):  # worker-1 may be the second rank of the first engine
         ranks = [""]
     return [f"scheduler{number}", *(f"worker{number}{rank}" for rank in ranks)]
 

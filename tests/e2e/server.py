@@ -21,7 +21,7 @@ from services.checkpoint import DEMO_MODEL
 from tests.e2e import forked as forked_serve
 from tests.metrics import samples
 from tests.preloaded import OUTPUT, PreloadedProcess
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import PATIENCE, is_alive, wait_until
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -158,13 +158,6 @@ def name_of(service: psutil.Process) -> str:
     if not name.startswith(("frontend", "scheduler", "worker")):
         raise ValueError(name)
     return name
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.block_names import extend_names
+from protocol.block_names import names_of
 from protocol.codec import pack
 from services.worker.tiers.disk import TEMPORARY
 from tests.e2e.server import ServeProcess, serving, wait_until
@@ -59,8 +59,7 @@ def remove_blocks(directory: Path) -> None:
 
 def written(directory: Path, key: str) -> int:
     """Return the number of files with blocks of the prompt under a key's salt."""
-    names: list[bytes] = []
-    extend_names(names, f"{sha256(key.encode()).hexdigest()[:16]}/", pack(TOKENS), BLOCK_SIZE)
+    names = names_of(f"{sha256(key.encode()).hexdigest()[:16]}/", pack(TOKENS), BLOCK_SIZE)
     return sum(path.parent.name + path.name in {name.hex() for name in names} for path in files(directory))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from protocol.block_names import extend_names
+from protocol.block_names import names_of
 from protocol.codec import pack
 from services.units import size_text
 from tests.e2e.server import NATIVE, ServeProcess, serving, wait_until
@@ -79,9 +79,7 @@ def test_after_a_restart_the_prefix_is_loaded(layout: tuple[str, ...], tmp_path:
 
 def a_damaged_block_is_computed(server: ServeProcess, directory: Path, text: str) -> None:
     """One rank has a wrong block: all compute from there on. Then it is written again."""
-    names: list[bytes] = []
-    extend_names(names, "", pack(TOKENS), BLOCK_SIZE)
-    damaged = names[5].hex()
+    damaged = names_of("", pack(TOKENS), BLOCK_SIZE)[5].hex()
     path = next(directory.glob(f"*/{damaged[:2]}/{damaged[2:]}"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + b"x")

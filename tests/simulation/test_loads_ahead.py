@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.block_names import extend_names
+from protocol.block_names import names_of
 from protocol.codec import pack
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.loading import DROPPED_SECONDS, BlockLoad, LoadTimes
@@ -12,13 +12,8 @@ from tests.simulation.world import World, params
 
 SIZE, BLOCKS = 4, 16
 PROMPT = [20 + i for i in range(6 * SIZE + 1)]
+NAMES = names_of("", pack(PROMPT), SIZE)
 LIMITS = Limits(4, 64, 64, BLOCKS, SIZE, loads_blocks=True, fetches_blocks=True)
-
-
-def names_of(tokens: list[int]) -> list[bytes]:
-    names: list[bytes] = []
-    extend_names(names, "", pack(tokens), SIZE)
-    return names
 
 
 @pytest.fixture
@@ -29,12 +24,12 @@ def world() -> World:
     computing.drain()
     world = World(LIMITS, 2, use_priority=True, tier=SimulatedTier())
     world.checker.known.update(computing.checker.known)
-    world.tier.kept = {name: [*computing.checker.known[name]] for name in names_of(PROMPT)[:4]}
+    world.tier.kept = {name: [*computing.checker.known[name]] for name in NAMES[:4]}
     return world
 
 
 def begun(world: World, num_blocks: int) -> LoadUnderWay:
-    world.load_ahead(names_of(PROMPT)[:num_blocks])
+    world.load_ahead(NAMES[:num_blocks])
     world.dispatch()
     [load] = world.tier.loads
     return load
@@ -83,7 +78,7 @@ def test_a_request_that_comes_meanwhile_waits_and_asks_for_what_is_missing(world
 def test_a_load_ahead_never_takes_more_than_is_free(world: World) -> None:
     other = world.add([3] * (12 * SIZE), params(4))
     world.dispatch()
-    world.load_ahead(names_of(PROMPT)[:6])
+    world.load_ahead(NAMES[:6])
     world.dispatch()
     assert [load.is_ahead for load in world.store.loading] == [False]
     world.drain()
@@ -101,8 +96,8 @@ def test_the_engine_waits_for_a_load_that_holds_its_blocks(world: World) -> None
 
 
 def test_a_drop_ends_loads_ahead(world: World) -> None:
-    world.load_ahead(names_of(PROMPT))
-    world.drop_blocks(names_of(PROMPT)[:1])
+    world.load_ahead(NAMES)
+    world.drop_blocks(NAMES[:1])
     world.dispatch()
     assert not world.store.loading.under_way
     world.drain()
@@ -117,7 +112,7 @@ def test_a_load_that_began_before_a_reset_brings_nothing(world: World) -> None:
 
 
 def test_no_load_brings_a_block_that_another_engine_has_not_dropped_yet(world: World) -> None:
-    world.drop_blocks(names_of(PROMPT)[2:3])
+    world.drop_blocks(NAMES[2:3])
     world.drain()
     load = begun(world, 4)
     assert len(load.blocks) == 2
@@ -141,7 +136,7 @@ def test_a_running_request_needs_the_blocks_of_a_load(world: World) -> None:
 
 def test_a_lost_epoch_leaves_no_load_and_its_requests_ask_again(world: World) -> None:
     """Also a load that was not sent, as the connection broke before."""
-    world.load_ahead(names_of([3] * SIZE))
+    world.load_ahead(names_of("", pack([3] * SIZE), SIZE))
     stream = world.add(PROMPT, params(2))
     messages = world.engine.dispatch()
     next(messages)

@@ -537,15 +537,19 @@ def test_a_worker_that_keeps_dropped_names_is_caught(monkeypatch: pytest.MonkeyP
     assert_caught(Fault(KVCacheManager, "take_whole", unchanged), tier=True)
 
 
+def assert_caught_by_peers() -> None:
+    runs = ((seed, depth) for seed in (*FIRST, *range(30)) for depth in draw(seed).depths[:3])
+    with pytest.raises(AssertionError, match=r"prefix-cache content|foreign or unwritten KV"):
+        deque(starmap(play_peers, runs), maxlen=0)
+
+
 def _ended(names: BlockNames) -> int:
     return 1 << 62
 
 
 def test_a_worker_that_serves_blocks_of_steps_in_flight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockNames, "executed", property(_ended, lambda names, step: None), raising=False)
-    runs = ((seed, depth) for seed in (*FIRST, *range(30)) for depth in draw(seed).depths[:3])
-    with pytest.raises(AssertionError, match=r"prefix-cache content|foreign or unwritten KV"):
-        deque(starmap(play_peers, runs), maxlen=0)
+    assert_caught_by_peers()
 
 
 def test_a_worker_that_leaves_blocks_that_are_not_confirmed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,9 +561,7 @@ def test_a_worker_that_leaves_blocks_that_are_not_confirmed_is_caught(monkeypatc
 
     whole = BlockNames.held
     monkeypatch.setattr(BlockNames, "held", held)
-    runs = ((seed, depth) for seed in (*FIRST, *range(30)) for depth in draw(seed).depths[:3])
-    with pytest.raises(AssertionError, match=r"prefix-cache content|foreign or unwritten KV"):
-        deque(starmap(play_peers, runs), maxlen=0)
+    assert_caught_by_peers()
 
 
 @pytest.mark.parametrize("fault", parameters(FAULTS))

@@ -13,7 +13,7 @@ from random import Random
 
 import msgspec
 
-from protocol.block_names import NamedBlocks, extend_names, split_names
+from protocol.block_names import NamedBlocks, names_of, split_names
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.kv_groups import name_in_group
 from protocol.lora import LoRAAdapter
@@ -400,12 +400,10 @@ class World:
 
     def names_of(self, stream: SimulatedStream, num_blocks: int) -> list[bytes]:
         """Return the names of the first blocks of a request's tokens so far."""
-        names: list[bytes] = []
         size = self.limits.block_size
         tokens = pack((stream.prompt + stream.tokens)[: num_blocks * size])
         salt, items = ("", ()) if stream.request is None else (stream.request.cache_salt, stream.request.items)
-        extend_names(names, salt, tokens, size, items)
-        return names
+        return names_of(salt, tokens, size, items)
 
     def pin(self, pin: str, names: list[bytes]) -> None:
         """Pin a prefix, which may be refused."""

@@ -14,7 +14,6 @@ from services.frontend.context import Context, recorded
 from services.frontend.errors import ANTHROPIC_PREFIX, AnthropicErrorResponse
 from services.frontend.openai.answering import AnswerRequest
 from services.frontend.openai.answers.chat_output import AnswerParser, ChatOutput
-from services.frontend.openai.prompts.conversation import media_files
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
 router = APIRouter(prefix=ANTHROPIC_PREFIX, responses=errors(*WITH_BODY, body=AnthropicErrorResponse))
@@ -28,10 +27,7 @@ router = APIRouter(prefix=ANTHROPIC_PREFIX, responses=errors(*WITH_BODY, body=An
 async def count_tokens(http: HTTPRequest, context: Context) -> schemas.CountTokensResponse:
     given = await context.bodies.parse(http, schemas.CountTokensRequest)
     context.model.adapter(given.model)
-    body, media = chat_request(given), context.engine.state.media
-    if media_files(body):
-        context.engine.check_ready()  # it is known whether the model has images
-    return {"input_tokens": len(await context.answering.prompts.encode_chat(http, body, media))}
+    return {"input_tokens": await context.answering.count_tokens(http, chat_request(given))}
 
 
 @router.post(

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from msgspec.structs import replace
 from typing_extensions import TypedDict
 
-from protocol.block_names import TOKEN_BYTES, extend_names
+from protocol.block_names import TOKEN_BYTES, names_of
 from protocol.requests import CacheAction, ControlCache, EnginePhase, Finish, FinishReason
 from protocol.sampling import Pooling
 from services.frontend.engine.engine import ConnectedEngine
@@ -147,9 +147,8 @@ class Owners:
         if entry is None or not entry.only_prompt or target is None:
             return
         if peers := self._kv_peers(entry.engine):
-            names, request = list[bytes](), entry.request
-            tokens = request.token_ids[: ahead.num_tokens * TOKEN_BYTES]
-            extend_names(names, request.salt, tokens, target.state.block_size)
+            tokens = entry.request.token_ids[: ahead.num_tokens * TOKEN_BYTES]
+            names = names_of(entry.request.salt, tokens, target.state.block_size)
             message = ControlCache(0, CacheAction.LOAD, names=b"".join(names), kv_peers=peers)
             target.connection.send_quietly(message)
 

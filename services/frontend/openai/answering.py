@@ -27,6 +27,7 @@ from services.frontend.openai.answers.event_stream import EventStream, StreamEnc
 from services.frontend.openai.answers.logprobs import ChatLogprobFormatter, LogprobFormatter
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.parameters.sampling import sampling_params
+from services.frontend.openai.prompts.conversation import media_files
 from services.frontend.openai.prompts.encoder import PromptEncoder
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest, ScheduledRequest
@@ -206,6 +207,13 @@ class Answering:
         sizes = state.max_model_len, state.vocab_size
         defaults = self.model.defaults
         return [(prompt, sampling_params(body, defaults, len(prompt.token_ids), *sizes, words)) for prompt in prompts]
+
+    async def count_tokens(self, http: HTTPRequest, body: ChatRequest) -> int:
+        """Return the number of tokens of a conversation. An engine is needed for files alone. Raises: APIError"""
+        media = self.engine.state.media
+        if media_files(body):
+            self.engine.check_ready()  # it is known whether the model has images
+        return len(await self.prompts.encode_chat(http, body, media))
 
     @contextlib.contextmanager
     def generation(

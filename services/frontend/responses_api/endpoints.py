@@ -172,13 +172,9 @@ async def create(http: HTTPRequest, context: Context) -> Response:
 async def count_input_tokens(http: HTTPRequest, context: Context) -> responses.InputTokens:
     given = await context.bodies.parse(http, ResponsesRequest)
     context.model.adapter(given.model)
-    media = context.engine.state.media
     with _own_names():
-        body = chat_request(given, _history(http, context, given))
-        if media_files(body):
-            context.engine.check_ready()  # it is known whether the model has images
-        ids = await context.answering.prompts.encode_chat(http, body, media)
-    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+        count = await context.answering.count_tokens(http, chat_request(given, _history(http, context, given)))
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from protocol.block_names import extend_names
+from protocol.block_names import names_of
 from protocol.codec import pack
 from protocol.requests import CacheAction, ControlCache, EngineState
 from services.frontend.context import AppContext, Context
@@ -85,9 +85,7 @@ async def control_cache(http: HTTPRequest, context: Context) -> Response:
     salt = context.answering.shared(http, body).salt
 
     def make(state: EngineState, number: int) -> ControlCache:
-        names: list[bytes] = []
-        if tokens is not None:
-            extend_names(names, salt, pack(tokens), state.block_size)
+        names = [] if tokens is None else names_of(salt, pack(tokens), state.block_size)
         return ControlCache(number, action, pin, http.state.tenant, b"".join(names))
 
     answers = await context.engine.control_cache(make, is_drop=action is CacheAction.DROP)

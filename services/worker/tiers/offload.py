@@ -86,14 +86,14 @@ class Offload:
 
     def load(self, message: LoadBlocks) -> None:
         """Fill blocks, or drop blocks from the tiers, and answer."""
-        if message.is_drop:
-            if self._transfers is None:
-                self._send(BlocksLoaded(message.epoch, message.ticket, 0))
-            else:
-                self._transfers.drop(message)
+        if message.drops_all or (message.dropped and self._transfers is None):  # tiers keep theirs, or there are none
+            self._send(BlocksLoaded(message.epoch, message.ticket, 0))
             return
         assert self._transfers is not None, "the scheduler knows whether there are tiers or peers"
-        self._transfers.load(message)
+        if message.dropped:
+            self._transfers.drop(message)
+        else:
+            self._transfers.load(message)
 
     def report(self) -> list[TierReport]:
         """Return `Pong.tiers`. Names of blocks are reported by rank 0 alone."""

@@ -93,9 +93,6 @@ class BlockTransfers:
 
     def drop(self, message: LoadBlocks) -> None:
         """Remove blocks from the tiers, and answer. Nobody reads them from now on."""
-        if message.drops_all:  # tiers keep theirs: the answer does not wait for blocks that are being written
-            self._send(BlocksLoaded(message.epoch, message.ticket, 0))
-            return
         self._dropped.names.update(dict.fromkeys(split_names(message.dropped), message))
         self._unwritten.put(message)
 

@@ -136,7 +136,7 @@ def early(*tensors: torch.Tensor) -> HostCopy:
     return lambda: values
 
 
-def test_an_error_of_the_device_is_raised_with_its_step(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_device_is_raised_with_its_step(llama: Family) -> None:
     device = LazyDevice()
     driver = driver_on(device, llama)
     request = driver.add(PROMPT)

@@ -241,7 +241,7 @@ def test_the_model_itself_drafts_all_that_it_says(llama: Family, dtype: str) -> 
     assert requests[2].accepted < requests[2].drafted
 
 
-def test_drafter_with_a_shorter_context_stops_drafting(llama: Family, small: Family) -> None:
+def test_drafter_with_a_shorter_context_stops_drafting(llama: Family) -> None:
     """Drafter limit: a sequence that is longer than the drafter can read gets no drafts; answers stay the same."""
     for wanted in (
         Speculation("draft_model", 3, str(llama.path), max_model_len=40),

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from protocol.block_names import extend_names, split_names
+from protocol.block_names import names_of, split_names
 from protocol.codec import Decoder, pack
 from protocol.records import CachedBlocks, Subscribe
 from protocol.requests import EngineMessage, FinishReason, ResetPrefixCache
@@ -12,12 +12,6 @@ from tests.integration.scheduler.engine import PATIENCE, EngineProcesses, engine
 
 SIM = {"backend": "sim", "sim_step_ms": 2.0, "sim_vocab_size": 1000}
 BLOCK, PROMPT = 16, [*range(70)]
-
-
-def names_of(salt: str) -> set[bytes]:
-    names: list[bytes] = []
-    extend_names(names, salt, pack(PROMPT), BLOCK)
-    return set(names)
 
 
 class CacheFollower:
@@ -59,7 +53,7 @@ def test_followers_know_what_others_have_placed(tmp_path: Path) -> None:
             client.generate(number, PROMPT, SamplingParams(40, temperature=0.0), cache_salt=salt)
         client.wait_finished(0, 1)
         assert all(finish.reason is FinishReason.LENGTH for finish in client.finished.values())
-        expected = names_of("one key") | names_of("another key")
+        expected = {name for salt in ("one key", "another key") for name in names_of(salt, pack(PROMPT), BLOCK)}
         early.follow_until(expected)
         late = CacheFollower(running)
         late.follow_until(expected)
@@ -68,7 +62,7 @@ def test_followers_know_what_others_have_placed(tmp_path: Path) -> None:
                 follower.receive()
         assert early.names == late.names
         assert len(early.names) == 2 * ((len(PROMPT) + 40 - 1) // BLOCK)
-        assert not early.names & names_of("")
+        assert early.names.isdisjoint(names_of("", pack(PROMPT), BLOCK))
         assert early.numbers == [*range(len(early.numbers))]
         early.send(ResetPrefixCache(1))
         while early.names or late.names:

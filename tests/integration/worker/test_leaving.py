@@ -1,7 +1,6 @@
 """A worker that leaves while a step waits for masks. Nobody delivers them any more."""
 
 import signal
-import time
 from pathlib import Path
 from threading import Event
 
@@ -14,7 +13,7 @@ from protocol.steps import StepFault
 from services.worker.backends.sim import SimRunner
 from services.worker.runner import RanksLost
 from services.worker.service import EXIT_FAULT
-from tests.integration.worker.scripted import ScriptedWorkerServer, exit_status, worker_process, worker_thread
+from tests.integration.worker.scripted import PATIENCE, ScriptedWorkerServer, exit_status, worker_process, worker_thread
 from tests.unit.worker.plans import BLOCKS, CONTEXT, one_request
 
 
@@ -59,10 +58,12 @@ def test_a_shutdown_while_a_rank_waits_for_others_is_no_loss(
 
 
 class PausingRunner(SimRunner):
+    reported = Event()
+
     def end_masks(self) -> None:
-        """Let the thread that waits for masks report the end of its wait."""
+        """Let the thread that waits for masks report the end of its wait, if it does."""
         super().end_masks()
-        time.sleep(0.2)
+        assert self.reported.wait(PATIENCE)
 
 
 def test_a_failed_step_behind_it_is_reported(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
@@ -71,7 +72,8 @@ def test_a_failed_step_behind_it_is_reported(scheduler: ScriptedWorkerServer, tm
         plans, request = one_request()
         first, second = (plans.step(request, masked=[request]) for _ in range(2))
         scheduler.send(first, replace(second, starts=pack([99])))
-        (fault,) = scheduler.results(1)
+        fault = scheduler.next_message()
+        PausingRunner.reported.set()
         assert isinstance(fault, StepFault)
         assert fault.step_id == 2
         assert "starts at 99" in fault.error

@@ -62,6 +62,11 @@ class OpenStream:
     delivered: int = 0
     moves: int = 0
 
+    def deliver(self, now: float) -> None:
+        """Count the tokens that came until now; the last one is counted at the end."""
+        if self.step and self.begun <= now:
+            self.delivered = min(self.delivered + int((now - self.begun) / self.step), self.request.output - 1)
+
 
 @dataclass(slots=True)
 class Result:
@@ -215,9 +220,7 @@ class FleetWorld:
         stream = self.open[number]
         source = self.engines[stream.engine]
         source.active.pop(number, None)
-        if stream.step and stream.begun <= now:
-            delivered = stream.delivered + int((now - stream.begun) / stream.step)
-            stream.delivered = min(delivered, stream.request.output - 1)
+        stream.deliver(now)
         stream.moves += 1
         self.result.moved += 1
         self._send(stream, target, now)
@@ -258,9 +261,7 @@ class FleetWorld:
             if fault.kind == "die":
                 for request in engine.active:  # what was delivered until now stays
                     stream = self.open[request]
-                    if stream.step and stream.begun <= now:
-                        count = stream.delivered + int((now - stream.begun) / stream.step)
-                        stream.delivered = min(count, stream.request.output - 1)
+                    stream.deliver(now)
                     stream.step = 0.0
                 engine.fail()
             else:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from services.cli import child_process
@@ -19,7 +20,7 @@ from services.cli.supervisor import Supervisor
 from services.frontend import service as frontend_service
 from services.scheduler.service import EXIT_WORKER_LOST
 from services.worker.service import EXIT_MODEL, EXIT_REFUSED
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 PRELUDE = """
 import os, signal, sys, time
@@ -459,19 +460,12 @@ def test_pauses_grow_until_the_limit_of_restarts_in_the_window() -> None:
         assert (child.restart_at, child.restart_dropped) == (None, True)
 
 
-def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
+def test_children_end_with_a_killed_parent() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, DYING_WITH_PARENT], stdout=subprocess.PIPE, text=True
     ) as process:
         word, pid = process.stdout.readline().split()
         assert word == "up"
+        child = psutil.Process(int(pid))
         process.kill()
-    wait_until(lambda: not _is_running(int(pid)), "it has ended")
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether the process runs. A zombie does not."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    wait_until(lambda: not is_alive(child), "it has ended")

@@ -87,7 +87,7 @@ def test_a_peer_that_is_not_there_or_answers_wrongly_is_not_waited_for_without_e
 
 
 @pytest.mark.parametrize("answer", [FetchedBlocks(1, memoryview(b"short")), FetchedBlocks(9, memoryview(b""))])
-def test_an_answer_of_another_size_is_dropped(answer: FetchedBlocks, serve: Callable[..., PeerServer]) -> None:
+def test_an_answer_of_another_size_is_dropped(answer: FetchedBlocks) -> None:
     server = PeerServer(LOOPBACK, LOCAL, lambda identity, names: (answer.count, answer.data))
     client = PeerClient(LOCAL, IDENTITY)
     assert fetched(client, server.address, 1, 2) == []
@@ -95,7 +95,7 @@ def test_an_answer_of_another_size_is_dropped(answer: FetchedBlocks, serve: Call
     client.close()
 
 
-def test_a_question_for_too_much_ends_the_connection(rank: Rank, serve: Callable[..., PeerServer]) -> None:
+def test_a_question_for_too_much_ends_the_connection(serve: Callable[..., PeerServer]) -> None:
     client = Client(serve().address, LOCAL)
     client.handshake(PEER_ROLE, "greedy", 5)
     client.send(FetchBlocks(IDENTITY, bytes(32) * (MAX_FETCH_BYTES // BLOCK_BYTES + 1)))

@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import pack
+from protocol.membership import Loaded
 from protocol.steps import BlocksLoaded, LoadBlocks, ReleaseSlots
+from services.config import WorkerConfig
 from services.worker.kv_memory import KVMemory
 from services.worker.tiers.host import HostTier
+from services.worker.tiers.offload import Offload
 from services.worker.tiers.transfers import BlockTransfers
 from tests.waiting import wait_until
 
@@ -60,9 +63,13 @@ class Rank:
 
     def follow(self, *blocks: int) -> None:
         """These blocks became whole; each has its number as name."""
+        self.transfers.follow(self.whole(*blocks))
+
+    def whole(self, *blocks: int) -> NamedBlocks:
+        """Name these blocks in memory."""
         whole = NamedBlocks.from_lists(blocks, [name(block) for block in blocks])
         self.memory.names.follow(ReleaseSlots(1, b"", whole))
-        self.transfers.follow(whole)
+        return whole
 
     def load(self, ticket: int, pairs: dict[int, int]) -> None:
         """`pairs`: block -> number of its name"""
@@ -153,17 +160,12 @@ def test_a_block_that_is_filled_has_no_name(rank: Rank) -> None:
 
 def test_nothing_is_touched_after_the_end(rank: Rank) -> None:
     rank.tier.put(name(5), memoryview(bytes(LAYERS * SIZE + SIZE)))
-    before, reached, goes_on = rank.content(1), threading.Event(), threading.Event()
-
-    def waits(wanted: bytes) -> None:
-        reached.set()
-        assert goes_on.wait(10)
-
-    rank.tier.before = waits
+    before, gate = rank.content(1), threading.Barrier(2, timeout=10)
+    rank.tier.before = lambda name: (gate.wait(), gate.wait())
     rank.load(1, {1: 5})
-    assert reached.wait(10)
+    gate.wait()
     rank.transfers.end()
-    goes_on.set()
+    gate.wait()
     assert rank.answer().count == 0
     assert rank.content(1) == before
 
@@ -173,30 +175,42 @@ def drop(ticket: int, *numbers: int) -> LoadBlocks:
 
 
 def test_a_dropped_block_is_neither_read_nor_written_again(rank: Rank) -> None:
-    """Not even while the thread that removes it is busy, and after the end of the epoch. A reset does not wait for that
-    thread."""
+    """Not even while the thread that removes it is busy, and after the end of the epoch."""
     rank.follow(1, 2)
     wait_until(lambda: rank.tier.has(name(2)), "the block is stored")
-    reached, goes_on = threading.Event(), threading.Event()
-
-    def waits() -> None:
-        reached.set()
-        assert goes_on.wait(10)
-
-    rank.tier.before_put = waits
+    gate = threading.Barrier(2, timeout=10)
+    rank.tier.before_put = lambda: (gate.wait(), gate.wait())
     rank.follow(3)
-    assert reached.wait(10)
+    gate.wait()
     rank.memory.names.forget([name(2), name(3)])
     rank.transfers.drop(drop(1, 2, 3))
     rank.load(2, {5: 1, 6: 2})
     assert rank.answer() == BlocksLoaded(1, 2, 1, {"host": 1})
     assert rank.transfers.find([name(2)])[0] == 0, "no peer gets it"
-    rank.transfers.drop(LoadBlocks(1, 1, 3, b"", b"", drops_all=True))
-    assert rank.answer() == BlocksLoaded(1, 3, 0)
     rank.transfers.end()
-    goes_on.set()
+    gate.wait()
     assert rank.answer() == BlocksLoaded(1, 1, 0)
     assert [rank.tier.has(name(number)) for number in (1, 2, 3)] == [True, False, False]
+
+
+def test_a_reset_leaves_the_tiers_alone(rank: Rank) -> None:
+    """So it does not wait for blocks that are being written."""
+    offload = Offload(WorkerConfig(kv_offload_bytes=1), rank.answers.put, lambda *_: [rank.tier])
+    rank.memory.content = "model"
+    offload.open(rank.memory, Loaded("", 0, 0, SIZE, BLOCKS), rank=0)
+    offload.begin(rank.memory)
+    gate = threading.Barrier(2, timeout=10)
+    rank.tier.before_put = lambda: (gate.wait(), gate.wait())
+    offload.follow(rank.whole(1))
+    gate.wait()
+    offload.load(LoadBlocks(1, 1, 1, b"", b"", drops_all=True))
+    assert rank.answer() == BlocksLoaded(1, 1, 0)
+    gate.wait()
+    wait_until(lambda: rank.tier.has(name(1)), "the block is stored")
+    offload.load(drop(2, 1))
+    assert rank.answer() == BlocksLoaded(1, 2, 0)
+    assert not rank.tier.has(name(1))
+    offload.end(leaves=True)
 
 
 def test_a_drop_that_fails_is_not_confirmed_and_its_blocks_are_not_read(

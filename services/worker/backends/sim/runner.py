@@ -87,7 +87,6 @@ class SimRunner:
             num_blocks=blocks,
             simulated=True,
             hidden_size=HIDDEN_SIZE,
-            epoch=assignment.epoch,
         )
 
     def _join(self, assignment: Assignment, cost: CostModel, listener: socket.socket | None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from protocol.block_names import extend_names
+from protocol.block_names import names_of
 from protocol.codec import Decoder, pack, unpack
 from protocol.records import CachedBlocks, Subscribe
 from protocol.requests import (
@@ -397,19 +397,13 @@ async def test_a_drop_fails_if_a_scheduler_is_replaced_meanwhile(tmp_path: Path)
             await asked
 
 
-def names_of(prompt: list[int], salt: str) -> list[bytes]:
-    names: list[bytes] = []
-    extend_names(names, salt, pack(prompt), BLOCK)
-    return names
-
-
 async def test_blocks_that_an_engine_reports_attract_requests_of_their_salt_alone(tmp_path: Path) -> None:
     """A report that is missing voids all before it, and all names are requested again."""
     prompt, follows = [*range(40)], Subscribe(steps=False, cached_blocks=True)
     async with fleet(tmp_path) as engines:
         placement, decisions = engines.client.placement, engines.client.owners.decisions
         await engines.until(lambda: all(engine.subscriptions == [follows] for engine in engines.engines))
-        holder, names = engines.engines[1], names_of(prompt, "one key")
+        holder, names = engines.engines[1], names_of("one key", pack(prompt), BLOCK)
 
         async def is_found(salt: str) -> bool:
             """Place a request, end it, and let its engine lose what was placed."""
@@ -419,7 +413,7 @@ async def test_blocks_that_an_engine_reports_attract_requests_of_their_salt_alon
             found = decisions["place", "1", Reason.PREFIX] > before
             assert not found or owner is holder
             for name in engines.client.engines:
-                placement.on_blocks_removed(name, [] if found else names_of(prompt, salt))
+                placement.on_blocks_removed(name, [] if found else names_of(salt, pack(prompt), BLOCK))
             return found
 
         assert not await is_found("one key")
@@ -432,10 +426,10 @@ async def test_blocks_that_an_engine_reports_attract_requests_of_their_salt_alon
         assert not await is_found("one key")
         holder.send_blocks(2, names)
         await engines.until(lambda: placement.num_block_names)
-        holder.send_blocks(4, names_of(prompt, "another key"))  # the third one is missing
+        holder.send_blocks(4, names_of("another key", pack(prompt), BLOCK))  # the third one is missing
         none = Subscribe(steps=False)
         await engines.until(lambda: holder.subscriptions == [follows, none, follows])
-        holder.send_blocks(5, names_of(prompt, "another key"))  # sent before that arrived
+        holder.send_blocks(5, names_of("another key", pack(prompt), BLOCK))  # sent before that arrived
         assert not await is_found("one key")
         assert not await is_found("another key")
         holder.send_blocks(0, names)
@@ -452,7 +446,7 @@ async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_ther
         stream, owner, _ = await engines.submit(prompt, "salt")
         [request] = computing.requests
         assert (owner, request.params.max_tokens) == (computing, 1)
-        names = names_of(prompt, "salt")
+        names = names_of("salt", pack(prompt), BLOCK)
         computing.send_blocks(0, names[:40])
         expected = ControlCache(0, CacheAction.LOAD, names=b"".join(names[:32]), kv_peers=["tcp://peer"])
         await engines.until(lambda: decoding.loads == [expected])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.block_names import extend_names
+from protocol import block_names
 from protocol.codec import pack
 from services.frontend.placement.block_index import BlockIndex
 from services.frontend.placement.prefix_names import SEGMENT_TOKENS, PrefixNames
@@ -83,8 +83,7 @@ def test_engines_that_are_cleared_again_and_again_take_no_memory() -> None:
 @pytest.mark.parametrize("block_size", [4, 16, 128, 200])
 def test_names_of_prefixes_are_those_of_blocks(num_tokens: int, block_size: int) -> None:
     tokens = pack(list(range(num_tokens)))
-    blocks: list[bytes] = []
-    extend_names(blocks, "salt", tokens, block_size)
+    blocks = block_names.names_of("salt", tokens, block_size)
     prefixes = PrefixNames(block_size, 100)
     prefixes.of(pack([9] * num_tokens), "salt")  # another prompt
     for _ in range(2):  # made, then found

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from protocol.block_names import extend_names
+from protocol import block_names
 from protocol.codec import pack
 from services.frontend.placement import Condition, EngineReport, Place, Placement, Role
 
@@ -39,9 +39,7 @@ def prompt(*parts: tuple[int, int]) -> bytes:
 
 
 def names_of(tokens: bytes, salt: str = "") -> list[bytes]:
-    names: list[bytes] = []
-    extend_names(names, salt, tokens, BLOCK_SIZE)
-    return names
+    return block_names.names_of(salt, tokens, BLOCK_SIZE)
 
 
 def engine_of(decision: object) -> str:

@@ -41,16 +41,20 @@ STEPS: list[Step] = [
 ]
 
 
+def assert_equal_steps(engines: tuple[TinyEngine, TinyEngine], steps: list[Step]) -> None:
+    for step in steps:
+        ours, theirs = (engine.step(step) for engine in engines)
+        torch.testing.assert_close(engines[0].logits, engines[1].logits, atol=1e-4, rtol=1e-4)
+        assert ours.ids.tolist() == theirs.ids.tolist()
+        assert (ours.logprobs is None) == (theirs.logprobs is None)
+
+
 @torch.inference_mode()
 def test_tokens_equal_the_reference(model: Path) -> None:
     engines = TinyEngine(model, interpreted_kernels()), TinyEngine(model, Kernels(torch.float32))
     for engine in engines:
         fill(engine)
-    for step in STEPS:
-        ours, theirs = (engine.step(step) for engine in engines)
-        torch.testing.assert_close(engines[0].logits, engines[1].logits, atol=1e-4, rtol=1e-4)
-        assert ours.ids.tolist() == theirs.ids.tolist()
-        assert (ours.logprobs is None) == (theirs.logprobs is None)
+    assert_equal_steps(engines, STEPS)
 
 
 @torch.inference_mode()
@@ -62,10 +66,7 @@ def test_logits_of_other_architectures_equal_the_reference(tmp_path: Path, name:
     for engine in engines:
         engine.add(0, prompt(13))
         engine.add(1, prompt(5))
-    for step in ([(0, 0, 9, False), (1, 0, 5, True)], [(0, 9, 4, True), (1, 5, 1, True)]):
-        ours, theirs = (engine.step(step) for engine in engines)
-        torch.testing.assert_close(engines[0].logits, engines[1].logits, atol=1e-4, rtol=1e-4)
-        assert ours.ids.tolist() == theirs.ids.tolist()
+    assert_equal_steps(engines, [[(0, 0, 9, False), (1, 0, 5, True)], [(0, 9, 4, True), (1, 5, 1, True)]])
 
 
 def test_mixtures_of_experts_are_refused_by_name(tmp_path: Path) -> None:
@@ -81,9 +82,5 @@ def test_a_replayed_graph_with_padding_rows_computes_the_same(model: Path) -> No
     for engine in engines:
         for slot in range(9):
             engine.add(slot, [slot])
-    for position in range(3):
-        step = [(slot, position, 1, True) for slot in range(9)]
-        ours, theirs = (engine.step(step) for engine in engines)
-        torch.testing.assert_close(engines[0].logits, engines[1].logits, atol=1e-4, rtol=1e-4)
-        assert ours.ids.tolist() == theirs.ids.tolist()
+    assert_equal_steps(engines, [[(slot, position, 1, True) for slot in range(9)] for position in range(3)])
     assert (graphs.captures, graphs.replays) == (1, 2)
