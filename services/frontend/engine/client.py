@@ -236,7 +236,7 @@ class EngineClient:
 
     def fail_all(self, error: APIError) -> None:
         """End every open request with `error`."""
-        self.fail(list(self.ledger.streams.values()), error)
+        self.fail([entry.stream for entry in self.ledger.oldest(self.num_open)], error)
 
     def fail(self, streams: list[RequestStream], error: APIError) -> None:
         """End open requests with `error`."""

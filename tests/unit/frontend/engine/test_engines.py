@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from protocol.requests import (
     CacheControlled,
     ClientMessage,
     ControlCache,
+    Embedding,
+    EngineMessage,
     EnginePhase,
     EngineState,
     Finish,
@@ -230,6 +233,38 @@ async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(
         moves = {reason: n for (kind, _, reason), n in engines.client.owners.decisions.items() if kind == "move"}
         assert moves == {Reason.DRAINING if how == "drained" else Reason.LOST: 1}
         assert not engines.client.num_open
+
+
+FORGED: dict[str, Callable[[int], EngineMessage]] = {
+    "an end": lambda number: RequestOutputs(b"", b"", b"", [Finish(number, FinishReason.STOP)]),
+    "a refusal": lambda number: RequestOutputs(b"", b"", b"", [Finish(number, FinishReason.INVALID, by_settings=True)]),
+    "the next token": lambda number: RequestOutputs(pack([number]), pack([1]), pack([66])),
+    "a token after a gap": lambda number: RequestOutputs(pack([number]), pack([9]), pack([66])),
+    "an embedding": lambda number: RequestOutputs(
+        pack([number]), pack([1]), pack([6]), [], None, [Embedding(number, b"")]
+    ),
+    "statistics": lambda _: EngineState(EnginePhase.READY, incarnation=1, stats={"num_requests_running": math.nan}),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+async def test_an_engine_that_is_wrong_changes_no_request_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    async with fleet(tmp_path) as engines:
+        stream, owner, wrong = await engines.stream(1)
+        name, message = str(engines.engines.index(wrong)), FORGED[kind](stream.number)
+        if isinstance(message, RequestOutputs):
+            message = replace(message, incarnation=wrong.incarnation)
+        wrong.server.send(wrong.peers[-1], message)
+        wrong.enter(EnginePhase.RECOVERING)  # the message before it was read
+        await engines.until(lambda: engines.client.engines[name].state.phase is EnginePhase.RECOVERING)
+        owner.send(stream.number, 1, 8, ends=True)
+        await engines.until(lambda: stream.end is not None)
+        assert (stream.output, stream.end.reason) == ([7, 8], FinishReason.STOP)  # type: ignore[union-attr]
+        ignored = "outputs of a request that another engine has are ignored: number=1 (1 so far)"
+        refused = "bad message from the scheduler: not a valid message"
+        assert f"engine {name}: {refused if kind == 'statistics' else ignored}" in caplog.text
 
 
 async def test_no_stream_moves_to_another_model_and_no_request_goes_there(tmp_path: Path) -> None:
