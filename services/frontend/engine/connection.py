@@ -17,7 +17,6 @@ from protocol.silence import SilenceWatch, unanswered
 from protocol.transport import Expelled, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
 from services.frontend.engine.availability import STARTING
-from services.frontend.errors import APIError
 
 log = logging.getLogger("runahead.frontend")
 
@@ -166,14 +165,14 @@ class SchedulerConnection:
             log.warning("engine %s: a message to the scheduler was not sent: %s", self._engine, error)
 
     async def ask(self, make: Callable[[int], msgspec.Struct]) -> Any:
-        """Send a question, which is made with a number, and return the answer. Raises: APIError, if there is none"""
+        """Send a question, which is made with a number, and return the answer; None: there is none in time."""
         number = next(self._numbers) & 0xFFFFFFFF
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             self.send_quietly(make(number))
             return await asyncio.wait_for(answer, ANSWER_TIMEOUT)
         except TimeoutError:
-            raise APIError(503, "the scheduler did not answer; try again later") from None
+            return None
         finally:
             del self._answers[number]
 

@@ -35,7 +35,7 @@ from protocol.requests import (
 from protocol.sampling import SamplingParams
 from protocol.suspects import SUSPECT_AFTER
 from protocol.transport import PeerGone, Server
-from services.frontend.engine import availability, owners
+from services.frontend.engine import availability, connection, owners
 from services.frontend.engine.addresses import EngineAddress, numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY
@@ -67,6 +67,7 @@ class ScriptedEngine:
         self.deaf_after: int | None = None
         """Signs of life after which none arrives; its states still do."""
         self.unanswered: list[float] = []
+        self.resets = True
 
     def turn(self) -> None:
         for peer, message in self.server.messages(self._decoder):
@@ -83,7 +84,8 @@ class ScriptedEngine:
                 case ControlCache():
                     self.loads.append(message)
                 case ResetPrefixCache(number=number):
-                    self.server.send(peer, ResetDone(number, True))
+                    if self.resets:
+                        self.server.send(peer, ResetDone(number, True))
                 case _:
                     if peer not in self.peers:
                         self.peers.append(peer)
@@ -397,8 +399,10 @@ async def test_a_partition_is_no_death(tmp_path: Path, monkeypatch: pytest.Monke
         assert entry(stream.number).attempts == int(loses_workers)  # type: ignore[union-attr]
 
 
-async def test_a_drop_is_refused_and_a_reset_incomplete_while_an_engine_is_not_connected(tmp_path: Path) -> None:
-    """Its workers may live, and the next scheduler would adopt the blocks."""
+async def test_a_drop_is_refused_and_a_reset_incomplete_while_an_engine_is_not_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers may live, and the next scheduler would adopt the blocks. One that lacks workers answers late."""
     async with fleet(tmp_path) as engines:
 
         async def is_reset() -> bool:
@@ -407,6 +411,15 @@ async def test_a_drop_is_refused_and_a_reset_incomplete_while_an_engine_is_not_c
             return asked.result()
 
         assert await is_reset()
+        monkeypatch.setattr(connection, "ANSWER_TIMEOUT", 1.0)
+        engines.engines[1].resets, engines.engines[1].detail = False, "no worker"
+        engines.engines[1].send_state()
+        await engines.until(lambda: engines.client.engines["1"].state.detail == "no worker")
+        with pytest.raises(APIError) as late:
+            await is_reset()
+        assert late.value.status == 503
+        assert "engine 1: the scheduler did not answer (no worker); unless it is lost, it empties" in str(late.value)
+        monkeypatch.undo()
         engines.engines[1].close()
         await engines.until(lambda: not engines.client.engines["1"].connection.is_open)
         with pytest.raises(APIError, match="engine 1 is not connected"):
