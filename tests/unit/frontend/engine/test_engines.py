@@ -245,7 +245,9 @@ FORGED: dict[str, Callable[[int], EngineMessage]] = {
     "an embedding": lambda number: RequestOutputs(
         pack([number]), pack([1]), pack([6]), [], None, [Embedding(number, b"")]
     ),
-    "statistics": lambda _: EngineState(EnginePhase.READY, incarnation=1, stats={"num_requests_running": math.nan}),
+    "a bad statistic": lambda _: EngineState(EnginePhase.READY, stats={"num_requests_running": math.nan}),
+    "a bad name of a statistic": lambda _: EngineState(EnginePhase.READY, stats={"a\n": 1.0}),
+    "a bad name of a feature": lambda _: EngineState(EnginePhase.READY, info={"a\n": "b"}),
 }
 
 
@@ -266,7 +268,7 @@ async def test_an_engine_that_is_wrong_changes_no_request_of_another(
         assert (stream.output, stream.end.reason) == ([7, 8], FinishReason.STOP)  # type: ignore[union-attr]
         ignored = "outputs of a request that another engine has are ignored: number=1 (1 so far)"
         refused = "bad message from the scheduler: not a valid message"
-        assert f"engine {name}: {refused if kind == 'statistics' else ignored}" in caplog.text
+        assert f"engine {name}: {ignored if isinstance(message, RequestOutputs) else refused}" in caplog.text
 
 
 async def test_no_stream_moves_to_another_model_and_no_request_goes_there(tmp_path: Path) -> None:
