@@ -88,6 +88,7 @@ class Offload:
 
     def forget(self) -> None:
         """This worker has missed a drop: memory may have blocks that the tiers of others have no more."""
+        self._join_writer()
         for tier in self._tiers:
             if isinstance(tier, HostTier):
                 tier.clear()
@@ -109,10 +110,14 @@ class Offload:
         if self._transfers is not None:
             self._transfers.drop(message)
             return
-        if (writer := self._dropped.writer) is not None:  # of this spare's last epoch: it may put a last block
-            writer.join()
+        self._join_writer()
         if drop_from(self._tiers, split_names(message.dropped)):
             self._answer(BlocksLoaded(message.epoch, message.ticket, 0))
+
+    def _join_writer(self) -> None:
+        """Wait for the thread of the last epoch, which may put a last block into a tier."""
+        if (writer := self._dropped.writer) is not None:
+            writer.join()
 
     def _answer(self, answer: BlocksLoaded) -> None:
         """Send an answer: that of a drop when the keeper has answered, for which no step waits. On any thread."""
