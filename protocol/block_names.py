@@ -57,10 +57,12 @@ def extend_names(
     Args:
         names: SHA-256 digests of the first blocks of a sequence, in order.
         tokens: int32[...]: the tokens behind these blocks.
-        block_size: tokens per block.
+        block_size: tokens per block; 0: not known, and there are no names.
         items: images and sounds of the prompt (prefix-cache content, docs/invariants.md).
     """
     width = block_size * TOKEN_BYTES
+    if not width:
+        return
     parent = names[-1] if names else sha256(salt.encode()).digest()
     for at in range(0, len(tokens) - width + 1, width):
         begin = len(names) * block_size

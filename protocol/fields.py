@@ -32,4 +32,8 @@ Duration = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 """Seconds."""
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
+LabelName = Annotated[str, Meta(max_length=MAX_NAME, pattern=r"\A[a-zA-Z_][a-zA-Z0-9_]*\Z")]
+"""Name of a label of Prometheus."""
+StatName = Annotated[str, Meta(max_length=MAX_NAME, pattern=r"\A[a-zA-Z_][a-zA-Z0-9_]*(:|\Z)")]
+"""Name of a metric of Prometheus, perhaps with a colon and the value of a label behind it."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from protocol.epochs import Incarnation
-from protocol.fields import MAX_ITEMS, Count, Duration, Fraction, Int32, Name, Number, Text
+from protocol.fields import MAX_ITEMS, Count, Duration, Finite, Fraction, Int32, LabelName, Name, Number, StatName, Text
 from protocol.logprobs import Logprobs
 from protocol.lora import LoRAAdapter, salt_of
 from protocol.media import Media, MediaModel
@@ -258,10 +258,10 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     max_num_seqs: Count = 0
     simulated: bool = False
     """True: the outputs come from the simulator and have no meaning."""
-    stats: Annotated[dict[Name, float], msgspec.Meta(max_length=MAX_ITEMS)] = {}
+    stats: Annotated[dict[StatName, Finite], msgspec.Meta(max_length=MAX_ITEMS)] = {}
     """Gauges and totals under vLLM's metric names without the prefix; "name:position" for the metric of a draft
     position."""
-    info: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_ITEMS)] = {}
+    info: Annotated[dict[LabelName, Name], msgspec.Meta(max_length=MAX_ITEMS)] = {}
     """Combination of features, as in the capability table, and sizes of the group."""
     hidden_size: Count = 0
     """Length of an embedding; 0: none are served."""

@@ -126,8 +126,8 @@ class LoadBlocks(msgspec.Struct, array_like=True, frozen=True, tag="load"):
     """uint8[blocks, NAME_BYTES]: names that no block in memory and in tiers may have when this message is answered; no
     block is filled then."""
     drops_all: bool = False
-    """True: all names of blocks in memory are dropped, by a reset, and tiers keep theirs. With a drop of any kind,
-    spares are sent this."""
+    """True: all names of blocks in memory are dropped, by a reset, and tiers keep those that are not in `dropped`. With
+    a drop of any kind, spares are sent this."""
 
     @property
     def is_drop(self) -> bool:

@@ -153,3 +153,10 @@ class SchedulerConfig(ServiceConfig):
                 f"--batching-policy phased: --max-num-batched-tokens {self.max_num_batched_tokens} must be a multiple "
                 f"of --block-size {self.block_size}"
             )
+        longest = self.max_model_len or 1
+        least = (-(-longest // self.block_size) + 1) * self.block_size
+        if self.batching_policy == "phased" and 0 < self.phased_max_volume < least:
+            yield (
+                f"--phased-max-volume {self.phased_max_volume} cannot hold a request of {longest} tokens; it takes "
+                f"{least}"
+            )

@@ -23,10 +23,10 @@ log = logging.getLogger("runahead.scheduler")
 
 
 class CacheControl:
-    def __init__(self, config: SchedulerConfig, tiers: TierReports, on_drop: Callable[[], None]) -> None:
+    def __init__(self, config: SchedulerConfig, tiers: TierReports, on_drop: Callable[[bytes], None]) -> None:
         """
         Args:
-            on_drop: called when blocks are dropped on the ranks.
+            on_drop: called when blocks are dropped on the ranks, with the names that tiers may not have, either.
         """
         self._config, self._tiers, self._on_drop = config, tiers, on_drop
         self._answers: dict[int, dict[bytes, BlocksLoaded]] = {}
@@ -74,7 +74,7 @@ class CacheControl:
         if engine is None:
             self._waiting.append((frontend, message))
             return
-        self._on_drop()
+        self._on_drop(b"")
         ticket, done = engine.prefix_cache.reset(message.reset_running)
         log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
         self._unconfirmed[ticket] = (frontend, ResetDone(message.number, done))
@@ -116,7 +116,7 @@ class CacheControl:
         """Raises: PinRefused"""
         if message.pin:
             names = engine.prefix_cache.unpin(message.pin)
-        self._on_drop()
+        self._on_drop(b"".join(names))
         ticket, count = engine.prefix_cache.drop(names)
         log.info("%d of %d blocks have left the prefix cache; tiers follow", count, len(names))
         answer = self._answer(message.number, engine, started)

@@ -162,7 +162,7 @@ class KVMemory:
 
     def __init__(self, keeper: KeptMemory | None = None) -> None:
         """`keeper`: has the memory, perhaps with the cache of a process that died; None: memory of this process."""
-        self._keeper = keeper
+        self.keeper = keeper
         self._claimed = b""
         """Digest of the identity of the memory."""
         self._descriptor = -1
@@ -189,9 +189,9 @@ class KVMemory:
 
     def expect(self) -> None:
         """A model is about to be loaded. Its cache, if one is kept, is not freed meanwhile."""
-        if self._keeper is not None:
+        if self.keeper is not None:
             with suppress(OSError):  # `find` says so
-                self._keeper.connect()
+                self.keeper.connect()
 
     def find(self, identity: str, block_size: int, groups: int = 1) -> int:
         """Return the number of blocks of the cache with this identity, and 0 if there is none: then free the memory.
@@ -212,14 +212,14 @@ class KVMemory:
 
     def _claim(self, identity: bytes) -> None:
         """Get the keeper's memory for this identity, unless this process has it."""
-        if self._keeper is None or identity == self._claimed:
+        if self.keeper is None or identity == self._claimed:
             return
         self._free()
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._claimed = -1, identity
         try:
-            self._descriptor = self._keeper.claim(identity)
+            self._descriptor = self.keeper.claim(identity)
         except OSError as error:
             log.warning("the KV cache will not outlive this process: no memory of a keeper: %s", error)
             return
@@ -231,21 +231,14 @@ class KVMemory:
         """The epoch of the last drop that this memory has had; 0: it has had none."""
         return 0 if self._map is None else int(self._header(self._map)["dropped_in"])
 
-    def forget(self, drop: LoadBlocks) -> bool:
-        """Remove the names that are dropped, and memory that a keeper holds without a worker: it may have them (dropped
-        block). Return whether that is certain."""
+    def forget(self, drop: LoadBlocks) -> None:
+        """Remove the names that are dropped. Memory that the keeper holds without a worker may have them, too (dropped
+        block)."""
         if drop.drops_all:
             self.forget_before(drop.epoch)
         elif self._map is not None and self.names is not None:
             self.names.forget(split_names(drop.dropped))
             self._header(self._map)["dropped_in"] = drop.epoch
-        try:
-            if self._keeper is not None:
-                self._keeper.drop()
-        except TimeoutError:
-            log.error("KV blocks cannot be dropped: the keeper does not answer")
-            return False
-        return True
 
     def forget_before(self, epoch: int) -> None:
         """Remove all names, because of a drop of this epoch that does not say which, or that this memory has missed."""
@@ -345,7 +338,7 @@ class KVMemory:
         if self._map is not None:
             self._header(self._map)["valid"] = 0
         self._map, self.names, self._descriptor, self._parts, self._pin_rooms = None, None, -1, [], None
-        self._abandoned, self._keeper = self._keeper, None
+        self._abandoned, self.keeper = self.keeper, None
 
     def _open(self, block_size: int, groups: int) -> None:
         assert self._map is not None

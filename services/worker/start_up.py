@@ -126,6 +126,7 @@ class StartUp:
                 memory.names.drop([init.canary_block])
             if memory.dropped_in != init.dropped_in:
                 memory.forget_before(init.dropped_in)
+                self._offload.forget()
             _run_canary(self._runner, init.canary_block, self._num_groups)
             self._offload.begin(memory)
         self._session.ready()

@@ -108,9 +108,11 @@ class StepExecution:
             case ReleaseSlots(slots=slots):
                 self._follow(action)
                 self._runner.release(unpack(slots))
+            case LoadBlocks() if action.is_drop:
+                self._runner.kv_memory.forget(action)
+                self._offload.drop(action, self._runner.kv_memory.keeper)
             case LoadBlocks():
-                if not action.is_drop or self._runner.kv_memory.forget(action):
-                    self._offload.load(action)
+                self._offload.load(action)
             case KeepPins():
                 self._runner.kv_memory.pins = action
 

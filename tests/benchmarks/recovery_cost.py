@@ -102,7 +102,7 @@ class LedgerLoad:
         self.ledger.close(self._open())
 
     def prepare_step(self) -> None:
-        streams = self.ledger.streams
+        streams = self.ledger.streams["0"]
         for stream in streams.values():
             stream.tokens.clear()
             if len(stream.output) == self._length:
@@ -111,7 +111,7 @@ class LedgerLoad:
         self._step = list(streams), indices, [5] * len(indices)
 
     def deliver(self) -> None:
-        self.ledger.deliver(*self._step)
+        self.ledger.deliver("0", *self._step)
 
     def find_stuck(self) -> None:
         self.ledger.stuck(time.monotonic(), 60.0)

@@ -236,7 +236,7 @@ class EngineClient:
 
     def fail_all(self, error: APIError) -> None:
         """End every open request with `error`."""
-        self.fail(list(self.ledger.streams.values()), error)
+        self.fail([entry.stream for entry in self.ledger.oldest(self.num_open)], error)
 
     def fail(self, streams: list[RequestStream], error: APIError) -> None:
         """End open requests with `error`."""
@@ -249,7 +249,8 @@ class EngineClient:
 
         Raises: APIError, if a scheduler does not answer
         """
-        answers = await self._ask_engines(lambda _, number: ResetPrefixCache(number, reset_running))
+        follows = "unless it is lost, it empties the cache before another request is served; repeat it for certainty"
+        answers = await self._ask_engines(lambda _, number: ResetPrefixCache(number, reset_running), follows)
         return len(answers) == len(self.engines) and all(done.complete for done in answers.values())
 
     async def control_cache(
@@ -267,15 +268,19 @@ class EngineClient:
         if is_drop and (lost := [e.name for e in self.engines.values() if not e.connection.is_open]):
             raise APIError(503, f"engine {lost[0]} is not connected and may keep the blocks; try again when it is back")
         asked = {engine: engine.state.incarnation for engine in self.engines.values()}
-        answers = await self._ask_engines(make)
+        answers = await self._ask_engines(make, "it may be carried out later, or in part; repeat it")
         changed = [e.name for e, number in asked.items() if not e.connection.is_open or e.state.incarnation != number]
         if is_drop and changed:  # its next scheduler loads blocks that another engine had not dropped yet
             raise APIError(503, f"engine {changed[0]} was lost meanwhile and may have the blocks again; try again")
         return answers
 
-    async def _ask_engines(self, make: Callable[[EngineState, int], msgspec.Struct]) -> dict[str, Any]:
-        """Raises: APIError"""
+    async def _ask_engines(self, make: Callable[[EngineState, int], msgspec.Struct], follows: str) -> dict[str, Any]:
+        """`follows`: what becomes of a request that an engine does not answer. Raises: APIError"""
         self.check_ready()
         engines = [engine for engine in self.engines.values() if engine.connection.is_open]
         asked = (engine.connection.ask(partial(make, engine.state)) for engine in engines)
-        return dict(zip((engine.name for engine in engines), await asyncio.gather(*asked), strict=True))
+        answers = dict(zip(engines, await asyncio.gather(*asked), strict=True))
+        if silent := next((engine for engine, answer in answers.items() if answer is None), None):
+            why = f"engine {silent.name}: the scheduler did not answer ({silent.state.detail}); {follows}"
+            raise APIError(503, why)
+        return {engine.name: answer for engine, answer in answers.items()}

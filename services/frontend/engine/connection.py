@@ -17,7 +17,6 @@ from protocol.silence import SilenceWatch, unanswered
 from protocol.transport import Expelled, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
 from services.frontend.engine.availability import STARTING
-from services.frontend.errors import APIError
 
 log = logging.getLogger("runahead.frontend")
 
@@ -38,6 +37,8 @@ and another one is connected to, much later."""
 class SchedulerConnection:
     """Connects, reads, and notices when the connection is lost."""
 
+    _engine: str
+    """Its name, for logs."""
     _endpoint: str
     _security: Security
     _silence: float
@@ -92,7 +93,7 @@ class SchedulerConnection:
                     log.info("%s; trying again", complaint)
                 continue
             except ProtocolError as error:  # in place of a welcome
-                log.warning("bad message from the scheduler: %s", error)
+                log.warning("engine %s: bad message from the scheduler: %s", self._engine, error)
             except Expelled as error:  # one of this frontend's messages was bad
                 self.drop(f"the scheduler ended the connection: {error}; connecting again", is_expelled=True)
             except PeerGone as error:
@@ -137,7 +138,7 @@ class SchedulerConnection:
             self.drop("the scheduler does not answer; connecting again")
 
     def drop(self, why: str, is_expelled: bool = False, is_fault: bool = True) -> None:
-        log.log(logging.WARNING if is_fault else logging.INFO, "%s", why)
+        log.log(logging.WARNING if is_fault else logging.INFO, "engine %s: %s", self._engine, why)
         client, self._client = self._client, None
         self._on_lost(is_expelled)
         if client is not None:
@@ -161,17 +162,17 @@ class SchedulerConnection:
         try:
             self._client.send(message)
         except (PeerGone, PeerSlow) as error:
-            log.warning("a message to the scheduler was not sent: %s", error)
+            log.warning("engine %s: a message to the scheduler was not sent: %s", self._engine, error)
 
     async def ask(self, make: Callable[[int], msgspec.Struct]) -> Any:
-        """Send a question, which is made with a number, and return the answer. Raises: APIError, if there is none"""
+        """Send a question, which is made with a number, and return the answer; None: there is none in time."""
         number = next(self._numbers) & 0xFFFFFFFF
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             self.send_quietly(make(number))
             return await asyncio.wait_for(answer, ANSWER_TIMEOUT)
         except TimeoutError:
-            raise APIError(503, "the scheduler did not answer; try again later") from None
+            return None
         finally:
             del self._answers[number]
 

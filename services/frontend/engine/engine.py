@@ -40,7 +40,7 @@ class ConnectedEngine(Availability):
         recoveries: receives losses and returns of the engine.
         on_change: called when the engine was lost, or has sent its state.
         on_finish: called with the end of a request, before it is removed from the ledger. Returns the end for the
-            client; None: the request goes on at another engine.
+            client; None: the request goes on at another engine, or is not one of this engine.
         on_blocks: called with names of KV blocks that its prefix cache has from now on, and with those that it has no
             longer; None for these: it has no block but the first ones.
     """
@@ -61,7 +61,12 @@ class ConnectedEngine(Availability):
         super().__init__(address.name, patience, recoveries)
         self.address = address
         self.connection = SchedulerConnection(
-            address.endpoint, security.with_server_key(address.public_key), silence, self._on_frame, self._on_loss
+            address.name,
+            address.endpoint,
+            security.with_server_key(address.public_key),
+            silence,
+            self._on_frame,
+            self._on_loss,
         )
         self._ledger = ledger
         self._tokenizer = tokenizer
@@ -82,6 +87,8 @@ class ConnectedEngine(Availability):
         self._next_blocks = 0
         """Number of the next message with names of blocks."""
         self._lost_incarnation = 0
+        self._num_foreign = 0
+        """Messages about open requests of other engines."""
         self._decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
 
     @property
@@ -260,22 +267,24 @@ class ConnectedEngine(Availability):
                 self.connection.on_answer(message)
                 return
             if message.incarnation != self.state.incarnation:
-                log.warning("a message of another scheduler was dropped")
+                log.warning("engine %s: a message of another scheduler was dropped", self.name)
                 return
             rows = OutputRows.from_message(message)
             self._group_logprobs(message.logprobs)
         except ProtocolError as error:  # it may have had tokens; the requests submitted again get them
             self.connection.drop(f"bad message from the scheduler: {error}; connecting again")
             return
-        ledger = self._ledger
+        ledger, owned = self._ledger, self._ledger.streams[self.name]
         for number, count in message.cached.items():
-            stream = ledger.streams.get(number)
+            stream = owned.get(number)
             if stream is not None and stream.num_cached is None:  # the first engine's: the next one fetches its blocks
                 stream.num_cached = count
-        ledger.deliver(rows.numbers.tolist(), rows.indices.tolist(), rows.token_ids.tolist())
+        strays = ledger.deliver(self.name, rows.numbers.tolist(), rows.indices.tolist(), rows.token_ids.tolist())
         for embedding in message.embeddings:
-            if (stream := ledger.streams.get(embedding.number)) is not None:
+            if (stream := owned.get(embedding.number)) is not None:
                 stream.add_embedding(embedding.values)
+        strays += [finish.number for finish in message.finished if finish.number not in owned]
+        self._check_strays(strays)
         for finish in message.finished:
             if finish.retry_after:
                 self.overloaded_until = time.monotonic() + min(finish.retry_after, MAX_SHEDDING)
@@ -284,15 +293,24 @@ class ConnectedEngine(Availability):
         if message.finished and ledger.has_unsent:
             self._on_change(self)
 
+    def _check_strays(self, numbers: list[int]) -> None:
+        """Count and log outputs of requests that are not this engine's. Those of requests that have moved or ended have
+        numbers that are not open."""
+        if number := next(filter(self._ledger.__contains__, numbers), 0):
+            self._num_foreign += 1
+            if not self._num_foreign & (self._num_foreign - 1):  # a peer that is wrong must not fill the log
+                text = "engine %s: outputs of a request that another engine has are ignored: number=%d (%d so far)"
+                log.warning(text, self.name, number, self._num_foreign)
+
     def _group_logprobs(self, logprobs: Logprobs | None) -> None:
         """Raises: ProtocolError, before anything was stored"""
         if logprobs is None:
             return
-        rows = LogprobRows.from_message(logprobs)
+        rows, owned = LogprobRows.from_message(logprobs), self._ledger.streams[self.name]
         ids, values, begin = rows.token_ids.tolist(), rows.values.tolist(), 0
         columns = rows.owners.view(np.uint32), rows.positions, rows.token_ranks, rows.counts
         for number, position, rank, count in zip(*(column.tolist() for column in columns), strict=True):
             end = begin + count
-            if (stream := self._ledger.streams.get(number)) is not None:
+            if (stream := owned.get(number)) is not None:
                 stream.add_logprobs(RawLogprobs(position, rank, ids[begin:end], values[begin:end]))
             begin = end

@@ -137,8 +137,9 @@ class RequestLedger:
         self, on_closed: Callable[[int], None] = lambda _: None, on_forgotten: Callable[[str], None] = lambda _: None
     ) -> None:
         self._entries: dict[int, LedgerEntry] = {}
-        self.streams: dict[int, RequestStream] = {}
-        """The same requests, for the path of each token."""
+        self.streams: defaultdict[str, dict[int, RequestStream]] = defaultdict(dict)
+        """The same requests by owner and number, for the path of each token: an engine reaches those alone that it
+        owns."""
         self._by_key: dict[int, LedgerEntry] = {}
         self._keys = itertools.count(1)
         self._unsent: defaultdict[str, dict[int, LedgerEntry]] = defaultdict(dict)
@@ -153,6 +154,9 @@ class RequestLedger:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._entries
 
     @property
     def has_unsent(self) -> bool:
@@ -202,11 +206,12 @@ class RequestLedger:
         """Give a request that no scheduler has another owner. `submissions` returns it next."""
         number = entry.request.number
         self._unsent[engine][number] = self._unsent[entry.engine].pop(number)
+        self.streams[engine][number] = self.streams[entry.engine].pop(number)
         entry.set_owner(engine)
 
     def _add(self, number: int, entry: LedgerEntry) -> None:
         self._entries[number] = self._unsent[entry.engine][number] = entry
-        self.streams[number] = entry.stream
+        self.streams[entry.engine][number] = entry.stream
 
     def move(self, number: int, new_number: int, engine: str, is_fault: bool) -> None:
         """Give a request another owner, and another number: what the former owner still sends belongs to no request.
@@ -225,7 +230,7 @@ class RequestLedger:
         self._add(new_number, entry)
 
     def _remove(self, number: int, entry: LedgerEntry) -> None:
-        del self._entries[number], self.streams[number]
+        del self._entries[number], self.streams[entry.engine][number]
         self._unsent[entry.engine].pop(number, None)
         if entry is self._on_trial:
             self._on_trial = None
@@ -244,11 +249,13 @@ class RequestLedger:
         if (entry := self.close(number)) is not None:
             entry.stream.finish(end)
 
-    def deliver(self, numbers: list[int], indices: list[int], tokens: list[int]) -> None:
-        """Pass each token to its request, if it is the next one. A repeated one is counted; a gap is an error."""
-        streams = self.streams
+    def deliver(self, engine: str, numbers: list[int], indices: list[int], tokens: list[int]) -> list[int]:
+        """Pass each token of an engine to its request, if it is the next one. A repeated one is counted; a gap is an
+        error. Return the numbers that are not those of requests of this engine."""
+        streams, strays = self.streams[engine], []
         for number, index, token in zip(numbers, indices, tokens, strict=True):
             if (stream := streams.get(number)) is None:
+                strays.append(number)
                 continue
             if index == len(stream.output):
                 stream.output.append(token)
@@ -259,6 +266,7 @@ class RequestLedger:
                 stream.duplicates += 1
             else:
                 stream.response.fail(APIError(500, "a token of this answer was lost"))
+        return strays
 
     def stuck(self, now: float, seconds: float) -> list[RequestStream]:
         """Return the requests that have made no progress for a number of seconds in which this process ran. Call it

@@ -153,10 +153,11 @@ class Owners:
             target.connection.send_quietly(message)
 
     def on_finish(self, engine: ConnectedEngine, finish: Finish) -> Finish | APIError | None:
-        """Return the end of a request for its client. None: it goes on, as its prompt is computed, or another engine
-        admits it, now or later."""
-        if (entry := self._ledger.entry(finish.number)) is None:
-            return finish
+        """Return the end of a request for its client. None: it goes on, as its prompt is computed, another engine
+        admits it, now or later, or it is not a request of this engine."""
+        entry = self._ledger.entry(finish.number)
+        if entry is None or entry.engine != engine.name:
+            return None
         match finish.reason:
             case FinishReason.LENGTH if entry.only_prompt:
                 return self._on_prompt_computed(entry, finish)
@@ -243,6 +244,6 @@ class Owners:
 
     def next_number(self) -> int:
         """Return a uint32 that no open request has, also after the counter has wrapped around."""
-        while (number := next(self._numbers) & 0xFFFFFFFF) in self._ledger.streams:
+        while (number := next(self._numbers) & 0xFFFFFFFF) in self._ledger:
             pass
         return number

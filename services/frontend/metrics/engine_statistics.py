@@ -77,7 +77,7 @@ class EngineStatistics(Collector):
         state = engine.state
         if state.info:
             name, text = f"{OURS}engine", "features that are combined in this engine"
-            families.setdefault(name, InfoMetricFamily(name, text)).add_sample(f"{name}_info", named | state.info, 1)
+            families.setdefault(name, InfoMetricFamily(name, text)).add_sample(f"{name}_info", state.info | named, 1)
         if state.num_blocks:
             sizes = {
                 "block_size": str(state.block_size),

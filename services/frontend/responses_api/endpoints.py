@@ -173,7 +173,9 @@ async def count_input_tokens(http: HTTPRequest, context: Context) -> responses.I
     given = await context.bodies.parse(http, ResponsesRequest)
     context.model.adapter(given.model)
     with _own_names():
-        count = await context.answering.count_tokens(http, chat_request(given, _history(http, context, given)))
+        turn = _turn(http, context, given)
+        turn.output.grammar()  # refuses what the body contradicts
+        count = await context.answering.count_tokens(http, turn.body)
     return {"object": "response.input_tokens", "input_tokens": count}
 
 
@@ -192,11 +194,7 @@ async def _create(http: HTTPRequest, context: AppContext) -> Response:
     given = await context.bodies.parse(http, ResponsesRequest)
     answering, model, state = context.answering, context.model, context.engine.state
     answering.check(given.model)
-    if given.background and (context.responses is None or given.store is False):
-        raise invalid("background needs a stored response: leave out store and --no-response-store", "background")
-    turn = _Turn.make(given, _history(http, context, given), model)
-    if given.background and media_files(turn.body):
-        raise invalid("background is not served with images", "background")
+    turn = _turn(http, context, given)
     prompt = await answering.prompts.for_chat(http, turn.body, state)
     submissions = await answering.submissions(turn.body, [prompt])
     store = context.responses if given.store is not False else None
@@ -224,6 +222,16 @@ async def _create(http: HTTPRequest, context: AppContext) -> Response:
     content = await answering.built([whole], build)
     keep(content)
     return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _turn(http: HTTPRequest, context: AppContext, given: ResponsesRequest) -> _Turn:
+    """Raises: APIError"""
+    if given.background and (context.responses is None or given.store is False):
+        raise invalid("background needs a stored response: leave out store and --no-response-store", "background")
+    turn = _Turn.make(given, _history(http, context, given), context.model)
+    if given.background and media_files(turn.body):
+        raise invalid("background is not served with images", "background")
+    return turn
 
 
 def _answer(

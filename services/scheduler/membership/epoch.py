@@ -70,11 +70,11 @@ class Epoch:
         self.has_shrunk = True
         return f"{most} {unit}"
 
-    def on_drop(self) -> list[Action]:
-        """Names of blocks are dropped on the ranks: spares drop all of theirs. What other workers, or keepers, have in
-        memory is not adopted (dropped block)."""
+    def on_drop(self, names: bytes) -> list[Action]:
+        """Names of blocks are dropped on the ranks: spares drop all of theirs, and blocks of `names` from their tiers.
+        What other workers, or keepers, have in memory is not adopted (dropped block)."""
         self._dropped_in = self.id
-        drop = LoadBlocks(self.id, 0, 0, b"", b"", drops_all=True)
+        drop = LoadBlocks(self.id, 0, 0, b"", b"", dropped=names, drops_all=True)
         return [Send(member.peer, drop) for member in self._roster.spares]
 
     def begin(self, size: GroupSize, now: float) -> list[Action]:

@@ -210,9 +210,9 @@ class WorkerGroup:
             self._watch.on_result(step_id, now)
             self.losses.on_useful(epoch)
 
-    def on_drop(self) -> None:
-        """Blocks of the prefix cache lose their names on the ranks."""
-        self._actions += self._epoch.on_drop()
+    def on_drop(self, names: bytes) -> None:
+        """Blocks of the prefix cache lose their names on the ranks; those of `names` leave tiers, too."""
+        self._actions += self._epoch.on_drop(names)
 
     def on_sign_of_life(self) -> int:
         """Return the number of the sign of life that is sent to every worker now."""

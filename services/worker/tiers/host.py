@@ -35,6 +35,10 @@ class HostTier:
             self.num_bytes -= len(data)
             self.changes.removed.append(name)
 
+    def clear(self) -> None:
+        for name in [*self._blocks]:
+            self.drop(name)
+
     def put(self, name: bytes, data: memoryview) -> None:
         # The last epoch's thread may have put it meanwhile
         self.num_bytes -= len(self._blocks.pop(name, b""))

@@ -1,18 +1,23 @@
 """The tiers of a worker over its epochs."""
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
-from protocol.block_names import NamedBlocks
+from protocol.block_names import NamedBlocks, split_names
 from protocol.membership import Loaded, TierReport
 from protocol.steps import BlocksLoaded, LoadBlocks
 from services.config import WorkerConfig
+from services.kv_keeper import KeptMemory
 from services.worker.kv_memory import KVMemory
 from services.worker.runner import LoadError
 from services.worker.tiers.disk import DiskTier
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.peers import PeerClient, PeerServer
-from services.worker.tiers.transfers import BlockTransfers, DroppedNames, Tier
+from services.worker.tiers.transfers import BlockTransfers, DroppedNames, Tier, drop_from
+
+log = logging.getLogger("runahead.worker")
 
 LAST_SECONDS = 2.0
 """Seconds for blocks that are not written yet when the worker leaves."""
@@ -43,6 +48,8 @@ class Offload:
         self._tiers: list[Tier] = []
         self._transfers: BlockTransfers | None = None
         self._dropped = DroppedNames()
+        self._kept: dict[tuple[int, int], KeptMemory] = {}
+        """By epoch and ticket of a drop that is not answered: the keeper that must carry it out, too."""
         self._server: PeerServer | None = None
         self.has_tiers = bool(config.kv_offload_dir or config.kv_offload_bytes)
         self._is_used = self.has_tiers or bool(config.kv_peer_address)
@@ -77,7 +84,14 @@ class Offload:
         if self._is_used:
             is_peer = self._server is not None
             peers = PeerClient(self._config.security, _digest(self._identity), self._rank) if is_peer else None
-            self._transfers = BlockTransfers(memory, self._tiers, self._send, peers, self._dropped)
+            self._transfers = BlockTransfers(memory, self._tiers, self._answer, peers, self._dropped)
+
+    def forget(self) -> None:
+        """This worker has missed a drop: memory may have blocks that the tiers of others have no more."""
+        self._join_writer()
+        for tier in self._tiers:
+            if isinstance(tier, HostTier):
+                tier.clear()
 
     def follow(self, whole: NamedBlocks) -> None:
         """Blocks became whole."""
@@ -85,15 +99,43 @@ class Offload:
             self._transfers.follow(whole)
 
     def load(self, message: LoadBlocks) -> None:
-        """Fill blocks, or drop blocks from the tiers, and answer."""
-        if message.drops_all or (message.dropped and self._transfers is None):  # tiers keep theirs, or there are none
-            self._send(BlocksLoaded(message.epoch, message.ticket, 0))
-            return
+        """Fill blocks, and answer."""
         assert self._transfers is not None, "the scheduler knows whether there are tiers or peers"
-        if message.dropped:
+        self._transfers.load(message)
+
+    def drop(self, message: LoadBlocks, keeper: KeptMemory | None) -> None:
+        """Drop blocks from the tiers, and what the keeper holds without a worker, and answer."""
+        if keeper is not None:
+            self._kept[message.epoch, message.ticket] = keeper
+        if message.drops_all:  # tiers keep theirs: the answer does not wait for blocks that are being written
+            self._answer(BlocksLoaded(message.epoch, message.ticket, 0))
+        elif self._transfers is not None:
             self._transfers.drop(message)
         else:
-            self._transfers.load(message)
+            self._join_writer()
+            if drop_from(self._tiers, split_names(message.dropped)):
+                self._answer(BlocksLoaded(message.epoch, message.ticket, 0))
+
+    def _join_writer(self) -> None:
+        """Wait for the thread of the last epoch, which may put a last block into a tier."""
+        if (writer := self._dropped.writer) is not None:
+            writer.join()
+
+    def _answer(self, answer: BlocksLoaded) -> None:
+        """Send an answer: that of a drop when the keeper has answered, for which no step waits. On any thread."""
+        if (keeper := self._kept.pop((answer.epoch, answer.ticket), None)) is None:
+            self._send(answer)
+            return
+
+        def finish() -> None:
+            try:
+                keeper.drop()
+            except TimeoutError:
+                log.error("KV blocks cannot be dropped: the keeper does not answer")
+            else:
+                self._send(answer)
+
+        threading.Thread(target=finish, name="keeper's answer", daemon=True).start()
 
     def report(self) -> list[TierReport]:
         """Return `Pong.tiers`. Names of blocks are reported by rank 0 alone."""

@@ -20,7 +20,7 @@ from protocol.codec import Decoder, ProtocolError
 from protocol.kv_transfer import MAX_FETCH_BYTES, PEER_ROLE, FetchBlocks, FetchedBlocks
 from protocol.security import Security, public_roles, server_pair
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow, Server
-from protocol.transport.endpoint import is_everywhere
+from protocol.transport.endpoint import ipc_path, is_everywhere
 from services.process import name_this_thread
 from services.worker.runner import LoadError
 
@@ -148,8 +148,10 @@ class PeerClient:
             self._clients.move_to_end(address)
             return known
         endpoint, _, key = address.partition(" ")
-        keys = self._security.keys
-        if keys is not None and key and public_roles(keys).get(key.encode()) != "worker":
+        keys, path = self._security.keys, ipc_path(endpoint)
+        if path is not None and path.stat().st_uid != os.geteuid():  # ipc has no keys
+            raise PermissionError(f"{endpoint} is a socket of another user")
+        if path is None and keys is not None and public_roles(keys).get(key.encode()) != "worker":
             raise ValueError(f"the key of {endpoint} is not one of a worker in --transport-keys")
         client = Client(endpoint, self._security.with_server_key(key))
         try:

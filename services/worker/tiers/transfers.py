@@ -44,6 +44,18 @@ class DroppedNames:
     """The last thread that writes: the next one begins when it has ended."""
 
 
+def drop_from(tiers: Sequence[Tier], names: Sequence[bytes]) -> bool:
+    """Remove blocks from tiers. Return False if a file cannot be removed."""
+    try:
+        for name in names:
+            for tier in tiers:
+                tier.drop(name)
+    except OSError as error:
+        log.error("KV blocks cannot be dropped from a tier: %s", error)
+        return False
+    return True
+
+
 class BlockTransfers:
     """
     Args:
@@ -152,12 +164,7 @@ class BlockTransfers:
     def _remove(self, message: LoadBlocks) -> None:
         """Carry out a drop. Without an answer, if a file cannot be removed: it is not carried out then."""
         names = split_names(message.dropped)
-        try:
-            for name in names:
-                for tier in self._tiers:
-                    tier.drop(name)
-        except OSError as error:
-            log.error("KV blocks cannot be dropped from a tier: %s", error)
+        if not drop_from(self._tiers, names):
             return
         for name in names:
             if self._dropped.names.get(name) is message:

@@ -201,10 +201,13 @@ def test_input_tokens_are_those_of_the_response(frontend: Frontend, scheduler: S
     assert len(scheduler.requests) == 1
     assert counted.input_tokens == answer_of(frontend, False, **fields).usage.input_tokens
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]}]
-    for param, wrong in {"previous_response_id": "resp_0", "model": "nobody", "input": image}.items():
+    unknown: Any = {"previous_response_id": "resp_0", "model": "nobody"}
+    invalid: Any = {"input": image, "tool_choice": "required", "background": True}
+    for param, wrong in (unknown | invalid).items():
+        body = {"store": False, param: wrong}
         with pytest.raises(openai.APIStatusError) as refused:
-            frontend.client().responses.input_tokens.count(**{"model": "demo", "input": "x", param: wrong})
-        assert (refused.value.param, refused.value.status_code) == (param, 400 if param == "input" else 404)
+            frontend.client().responses.input_tokens.count(model="demo", input="x", extra_body=body)
+        assert (refused.value.param, refused.value.status_code) == (param, 400 if param in invalid else 404)
 
 
 def test_pages_of_input_items(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

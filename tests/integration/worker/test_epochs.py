@@ -1,23 +1,27 @@
 """A worker serves several epochs on the same connections (docs/membership.md)."""
 
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
-from protocol.membership import InitializeCache, RankLost, Ready, Register, Shard
+from protocol.membership import InitializeCache, Ping, Pong, RankLost, Ready, Register, Shard
 from protocol.steps import BlocksLoaded, LoadBlocks, ModelRunnerOutput, ReleaseSlots
+from services import kv_keeper
 from services.worker.result_sender import EXIT_STUCK
 from tests.integration.worker.scripted import (
     HANG,
     HANG_RESULT,
+    PATIENCE,
     ScriptedWorkerServer,
     exit_status,
     worker_process,
     worker_thread,
 )
 from tests.unit.worker.plans import BLOCKS, CONTEXT, GREEDY, PlanBuilder, alone, one_request, prompt, tokens
+from tests.waiting import wait_until
 
 
 def answers(scheduler: ScriptedWorkerServer, epoch: int, steps: int) -> list[int]:
@@ -113,18 +117,26 @@ def test_a_worker_that_misses_a_drop_loses_the_names_of_its_blocks(
     scheduler: ScriptedWorkerServer, tmp_path: Path, when: str
 ) -> None:
     """A spare is sent it; a worker that was lost is told with its next cache. One that has had a drop which the
-    scheduler does not know may have missed others."""
+    scheduler does not know may have missed others. So does its tier in memory."""
     named = NamedBlocks.from_lists([3], [bytes(NAME_BYTES)])
-    with worker_thread(scheduler, tmp_path):
+
+    def is_in_tier() -> bool:
+        scheduler.send(Ping(number=1))
+        pong = scheduler.next_message()
+        assert isinstance(pong, Pong)
+        return pong.tiers[0].size > 0
+
+    with worker_thread(scheduler, tmp_path, kv_offload_bytes=1 << 20):
         scheduler.serve(1)
         if when == "before":
             scheduler.send(LoadBlocks(1, 1, 1, b"", b"", drops_all=True))
             assert scheduler.next_message() == BlocksLoaded(1, 1, 0)
         scheduler.send(ReleaseSlots(1, b"", named))
+        wait_until(is_in_tier, "the block is written")
         scheduler.end(1)
         scheduler.registered()
         if when == "spare":
-            scheduler.send(LoadBlocks(2, 0, 0, b"", b"", drops_all=True))
+            scheduler.send(LoadBlocks(2, 0, 0, b"", b"", dropped=bytes(NAME_BYTES), drops_all=True))
             assert scheduler.next_message() == BlocksLoaded(2, 0, 0)
         loaded = scheduler.load(3)
         assert (loaded.held, loaded.dropped_in) == ((None, 2) if when == "spare" else (named, int(when == "before")))
@@ -135,4 +147,31 @@ def test_a_worker_that_misses_a_drop_loses_the_names_of_its_blocks(
         scheduler.registered()
         loaded = scheduler.load(4)
         assert (loaded.held, loaded.dropped_in) == (named if when == "never" else None, last)
-        scheduler.initialize(4)
+        scheduler.send(InitializeCache(BLOCKS, CONTEXT, dropped_in=last))
+        assert scheduler.next_message() == Ready(4)
+        assert is_in_tier() == (when == "never")
+
+
+def test_no_step_waits_for_a_keeper_that_does_not_answer(
+    scheduler: ScriptedWorkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drop is answered when the keeper has carried it out."""
+    goes_on, patient = threading.Event(), "import services.kv_keeper; services.kv_keeper.TIMEOUT = 600.0\n"
+    free = kv_keeper.Memories.free
+
+    def stopped(memories: kv_keeper.Memories) -> None:
+        goes_on.wait(PATIENCE)  # a worker that waits for this answers in another order
+        free(memories)
+
+    with (
+        kv_keeper.keeping(tmp_path, 600.0) as kept,
+        worker_process(tmp_path, patient, kv_keeper=kept[kv_keeper.KV_KEEPER]),
+    ):
+        scheduler.serve(1)
+        monkeypatch.setattr(kv_keeper.Memories, "free", stopped)
+        scheduler.send(LoadBlocks(1, 1, 1, b"", b"", drops_all=True))
+        try:
+            assert answers(scheduler, 1, 4) == alone(prompt(1, 6), GREEDY, 4)
+        finally:
+            goes_on.set()
+        assert scheduler.next_message() == BlocksLoaded(1, 1, 0)

@@ -125,10 +125,11 @@ def test_steps_by_their_tokens_are_a_histogram() -> None:
 def test_sizes_of_the_cache_and_waiting_requests_have_vllm_labels() -> None:
     by_reason = {"capacity": 4.0, "deferred": 1.0}
     stats = {f"num_requests_waiting_by_reason:{reason}": count for reason, count in by_reason.items()}
-    found = rendered(num_blocks=100, block_size=16, stats=stats, info={"prefix_caching": "False"})
+    found = rendered(num_blocks=100, block_size=16, stats=stats, info={"prefix_caching": "False", "engine": "another"})
     (sizes,) = [dict(labels) for (name, labels) in found if name == "vllm:cache_config_info"]
     assert (sizes["block_size"], sizes["num_gpu_blocks"], sizes["engine"]) == ("16", "100", "0")
     assert sizes["enable_prefix_caching"] == "False"
+    assert [dict(labels)["engine"] for (name, labels) in found if name == "runahead:engine_info"] == ["0"]
     waiting = {dict(labels)["reason"]: value for (name, labels), value in found.items()
                if name == "vllm:num_requests_waiting_by_reason"}  # fmt: skip
     assert waiting == by_reason

@@ -130,7 +130,7 @@ _BUILDERS: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {
     FloatType: _float,
     BoolType: lambda info: st.booleans(),
     LiteralType: lambda info: st.sampled_from(info.values),
-    StrType: lambda info: st.text(**_length(info, 20)),
+    StrType: lambda info: st.from_regex(info.pattern) if info.pattern else st.text(**_length(info, 20)),
     BytesType: lambda info: st.binary(**_length(info, 40)),
     MemoryViewType: lambda info: st.binary(**_length(info, 40)).map(memoryview),
     EnumType: lambda info: st.sampled_from(list(info.cls)),

@@ -31,7 +31,7 @@ def test_a_pin_that_cannot_be_read_ends_and_the_others_go_on() -> None:
     core = EngineCore(LIMITS, ChunkedPolicy(), 1, 50)
     kept = KeepPins(1, 4, [KeptPin("torn", "", bytes(NAME_BYTES + 1)), KeptPin("whole", "", bytes(NAME_BYTES))])
     config = SchedulerConfig(block_size=4)
-    control = CacheControl(config, TierReports(4), lambda: None)
+    control = CacheControl(config, TierReports(4), lambda _: None)
     control.restore(replace(kept, block_size=8), core)
     assert not [*core.store.pins], "its prefixes have other names"
     control.restore(kept, core)
@@ -40,7 +40,7 @@ def test_a_pin_that_cannot_be_read_ends_and_the_others_go_on() -> None:
 
 def test_a_reset_is_repeated_until_all_ranks_of_an_epoch_have_confirmed_it() -> None:
     core, drops = EngineCore(LIMITS, ChunkedPolicy(), 1, 50), list[int]()
-    control = CacheControl(SchedulerConfig(), TierReports(4), lambda: drops.append(core.epoch.number))
+    control = CacheControl(SchedulerConfig(), TierReports(4), lambda _: drops.append(core.epoch.number))
 
     def answer(rank: bytes, message: StepMessage) -> tuple[int, CacheControlled | ResetDone] | None:
         assert isinstance(message, LoadBlocks)

@@ -76,7 +76,7 @@ class ScriptedGroup(WorkerGroup):
         return self.actions()
 
     def drop(self) -> list[Action]:
-        self.on_drop()
+        self.on_drop(b"name")
         return self.actions()
 
     def check_at(self, now: float) -> list[Action]:
@@ -878,7 +878,7 @@ def test_blocks_in_memory_that_has_missed_a_drop_are_not_adopted(
     if not is_next_scheduler:
         g = serving("a", "b", tensor_parallel_size=2)
         g.register("c")
-        assert g.drop() == [Send(b"c", LoadBlocks(1, 0, 0, b"", b"", drops_all=True))], "a spare drops all it has"
+        assert g.drop() == [Send(b"c", LoadBlocks(1, 0, 0, b"", b"", dropped=b"name", drops_all=True))]
         g.lose("a", 1.0)
         g.register("b")
     held = NamedBlocks.from_lists([0], [b"p" * NAME_BYTES])

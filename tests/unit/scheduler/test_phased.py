@@ -1,6 +1,7 @@
 """The phased policy under the engine, and reports of a runner's progress."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,12 @@ def test_a_volume_that_cannot_hold_one_request_is_refused() -> None:
     assert grown.max_model_len == 80
     with pytest.raises(ValueError, match="a volume of 100"):
         make_policy(config, replace(grown, max_model_len=81))
+    for longest, least in ((None, 32), (64, 80), (65, 96)):  # before a model is loaded
+        values: Any = {"batching_policy": "phased", "max_model_len": longest}
+        with pytest.raises(ValueError, match=f"cannot hold a request of {longest or 1} tokens; it takes {least}"):
+            SchedulerConfig(**values, phased_max_volume=least - 1)
+        config = SchedulerConfig(**values, phased_max_volume=least)
+        make_policy(config, fit(config, [Loaded("hash", 100, longest or 8192, 0, 9999)]))
 
 
 def test_chunks_that_are_not_whole_blocks_are_refused() -> None:

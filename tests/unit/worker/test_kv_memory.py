@@ -114,7 +114,7 @@ def test_the_next_process_reports_the_last_drop(kept: OneMemory, drops_all: bool
     memory = begun(kept)
     memory.names.follow(ReleaseSlots(1, b"", named(3, 1)))
     dropped = b"" if drops_all else bytes([3]) * NAME_BYTES
-    assert memory.forget(LoadBlocks(7, 1, 1, b"", b"", dropped=dropped, drops_all=drops_all))
+    memory.forget(LoadBlocks(7, 1, 1, b"", b"", dropped=dropped, drops_all=drops_all))
     after = KVMemory(kept)
     assert after.find("model", BLOCK_SIZE) == BLOCKS
     assert (after.dropped_in, blocks_of(after.held())) == (7, [] if drops_all else [1])

@@ -1,5 +1,6 @@
 """KV blocks between workers of two engines, over real sockets."""
 
+import os
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -34,11 +35,11 @@ def serve(rank: Rank) -> Iterator[Callable[[Security], PeerServer]]:
     """Start servers of the rank's blocks."""
     started: list[PeerServer] = []
 
-    def start(security: Security = LOCAL) -> PeerServer:
+    def start(security: Security = LOCAL, endpoint: str = LOOPBACK) -> PeerServer:
         def find(identity: bytes, names: list[bytes]) -> tuple[int, memoryview]:
             return rank.transfers.find(names) if identity == IDENTITY else (0, memoryview(b""))
 
-        started.append(PeerServer(LOOPBACK, security, find))
+        started.append(PeerServer(endpoint, security, find))
         return started[-1]
 
     yield start
@@ -117,7 +118,9 @@ def test_no_check_of_connections_takes_the_place_of_an_answer(serve: Callable[..
     client.close()
 
 
-def test_only_workers_with_known_keys_fetch(rank: Rank, serve: Callable[..., PeerServer], tmp_path: Path) -> None:
+def test_only_workers_with_known_keys_fetch(
+    rank: Rank, serve: Callable[..., PeerServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Frontends, schedulers and workers of strangers may not, and nothing is fetched from a stranger."""
     make_keys(tmp_path / "ours")
     make_keys(tmp_path / "theirs")
@@ -136,6 +139,13 @@ def test_only_workers_with_known_keys_fetch(rank: Rank, serve: Callable[..., Pee
     assert fetched(client, stranger.address, 1) == [], "its key is not known"
     assert fetched(their_client, server.address, 1) == []
     their_client.close()
+    local, key = serve(endpoint=f"ipc://{tmp_path}/peer").address, server.address.split()[1]
+    for address in (serve().address, f"ipc://@abstract {key}"):
+        assert fetched(client, address, 1) == [], "nothing shows whose it is"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert fetched(PeerClient(ours, IDENTITY), f"{local} {key}", 1) == [], "it is another user's, and has no key"
+    assert fetched(client, local, 1) == [rank.content(1)]
     client.close()
 
 

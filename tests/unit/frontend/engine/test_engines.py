@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from protocol.requests import (
     CacheControlled,
     ClientMessage,
     ControlCache,
+    Embedding,
+    EngineMessage,
     EnginePhase,
     EngineState,
     Finish,
@@ -32,7 +35,7 @@ from protocol.requests import (
 from protocol.sampling import SamplingParams
 from protocol.suspects import SUSPECT_AFTER
 from protocol.transport import PeerGone, Server
-from services.frontend.engine import availability, owners
+from services.frontend.engine import availability, connection, owners
 from services.frontend.engine.addresses import EngineAddress, numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY
@@ -64,6 +67,7 @@ class ScriptedEngine:
         self.deaf_after: int | None = None
         """Signs of life after which none arrives; its states still do."""
         self.unanswered: list[float] = []
+        self.resets = True
 
     def turn(self) -> None:
         for peer, message in self.server.messages(self._decoder):
@@ -80,7 +84,8 @@ class ScriptedEngine:
                 case ControlCache():
                     self.loads.append(message)
                 case ResetPrefixCache(number=number):
-                    self.server.send(peer, ResetDone(number, True))
+                    if self.resets:
+                        self.server.send(peer, ResetDone(number, True))
                 case _:
                     if peer not in self.peers:
                         self.peers.append(peer)
@@ -232,6 +237,40 @@ async def test_a_stream_goes_on_elsewhere_and_a_late_answer_is_dropped(
         assert not engines.client.num_open
 
 
+FORGED: dict[str, Callable[[int], EngineMessage]] = {
+    "an end": lambda number: RequestOutputs(b"", b"", b"", [Finish(number, FinishReason.STOP)]),
+    "a refusal": lambda number: RequestOutputs(b"", b"", b"", [Finish(number, FinishReason.INVALID, by_settings=True)]),
+    "the next token": lambda number: RequestOutputs(pack([number]), pack([1]), pack([66])),
+    "a token after a gap": lambda number: RequestOutputs(pack([number]), pack([9]), pack([66])),
+    "an embedding": lambda number: RequestOutputs(
+        pack([number]), pack([1]), pack([6]), [], None, [Embedding(number, b"")]
+    ),
+    "a bad statistic": lambda _: EngineState(EnginePhase.READY, stats={"num_requests_running": math.nan}),
+    "a bad name of a statistic": lambda _: EngineState(EnginePhase.READY, stats={"a\n": 1.0}),
+    "a bad name of a feature": lambda _: EngineState(EnginePhase.READY, info={"a\n": "b"}),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+async def test_an_engine_that_is_wrong_changes_no_request_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    async with fleet(tmp_path) as engines:
+        stream, owner, wrong = await engines.stream(1)
+        name, message = str(engines.engines.index(wrong)), FORGED[kind](stream.number)
+        if isinstance(message, RequestOutputs):
+            message = replace(message, incarnation=wrong.incarnation)
+        wrong.server.send(wrong.peers[-1], message)
+        wrong.enter(EnginePhase.RECOVERING)  # the message before it was read
+        await engines.until(lambda: engines.client.engines[name].state.phase is EnginePhase.RECOVERING)
+        owner.send(stream.number, 1, 8, ends=True)
+        await engines.until(lambda: stream.end is not None)
+        assert (stream.output, stream.end.reason) == ([7, 8], FinishReason.STOP)  # type: ignore[union-attr]
+        ignored = "outputs of a request that another engine has are ignored: number=1 (1 so far)"
+        refused = "bad message from the scheduler: not a valid message"
+        assert f"engine {name}: {ignored if isinstance(message, RequestOutputs) else refused}" in caplog.text
+
+
 async def test_no_stream_moves_to_another_model_and_no_request_goes_there(tmp_path: Path) -> None:
     """Not even when the engine with its model is gone, and a successor has other weights: it ends with an error."""
     async with fleet(tmp_path, MODEL, OTHER_MODEL, serves=False) as engines:
@@ -362,8 +401,10 @@ async def test_a_partition_is_no_death(tmp_path: Path, monkeypatch: pytest.Monke
         assert entry(stream.number).attempts == int(loses_workers)  # type: ignore[union-attr]
 
 
-async def test_a_drop_is_refused_and_a_reset_incomplete_while_an_engine_is_not_connected(tmp_path: Path) -> None:
-    """Its workers may live, and the next scheduler would adopt the blocks."""
+async def test_a_drop_is_refused_and_a_reset_incomplete_while_an_engine_is_not_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers may live, and the next scheduler would adopt the blocks. One that lacks workers answers late."""
     async with fleet(tmp_path) as engines:
 
         async def is_reset() -> bool:
@@ -372,6 +413,15 @@ async def test_a_drop_is_refused_and_a_reset_incomplete_while_an_engine_is_not_c
             return asked.result()
 
         assert await is_reset()
+        monkeypatch.setattr(connection, "ANSWER_TIMEOUT", 1.0)
+        engines.engines[1].resets, engines.engines[1].detail = False, "no worker"
+        engines.engines[1].send_state()
+        await engines.until(lambda: engines.client.engines["1"].state.detail == "no worker")
+        with pytest.raises(APIError) as late:
+            await is_reset()
+        assert late.value.status == 503
+        assert "engine 1: the scheduler did not answer (no worker); unless it is lost, it empties" in str(late.value)
+        monkeypatch.undo()
         engines.engines[1].close()
         await engines.until(lambda: not engines.client.engines["1"].connection.is_open)
         with pytest.raises(APIError, match="engine 1 is not connected"):

@@ -47,7 +47,7 @@ class OpenRequests:
 
     def deliver(self, number: int, *tokens: int, at: int | None = None) -> None:
         first = len(self.streams[number].output) if at is None else at
-        self.ledger.deliver([number] * len(tokens), [*range(first, first + len(tokens))], [*tokens])
+        self.ledger.deliver(ENGINE, [number] * len(tokens), [*range(first, first + len(tokens))], [*tokens])
 
 
 def submitted(*numbers: int, max_tokens: int = 1000) -> OpenRequests:
