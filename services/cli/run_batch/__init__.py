@@ -82,6 +82,7 @@ def _run_with_services(config: RunBatchConfig, batch: Batch) -> int:
             thread.start()
 
         status = serve(own, on_ready)
+        batch.server_ended.set()
         if thread is not None:
             thread.join()
     return status

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ class Batch:
         """The whole input was answered."""
         self.error = ""
         """Reason why a file could not be read or written, or the server was lost."""
+        self.server_ended = threading.Event()
+        """Set it when the server is not started again."""
         self._source = source
         self._target = target
         self._concurrency = concurrency
@@ -37,7 +40,7 @@ class Batch:
     async def run(self, server: ServerAddress, socket: str | None = None) -> None:
         """Answer all lines, or stop at the first one that gets no answer: `error` has the reason."""
         self._reported = time.monotonic()
-        sender = RequestSender(server, socket, self._concurrency)
+        sender = RequestSender(server, socket, self._concurrency, self.server_ended)
         pending: deque[asyncio.Task[tuple[str, bool]]] = deque()
         try:
             # A half of a surrogate pair, as in a custom_id, becomes its escape, which is the same in JSON

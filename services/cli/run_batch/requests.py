@@ -3,6 +3,7 @@
 import asyncio
 import email.utils
 import json
+import threading
 import time
 from typing import Any
 
@@ -21,7 +22,10 @@ LEAST_SECONDS = 0.1
 MOST_SECONDS = 600.0
 """Maximum sum of a request's pauses, and of a single one."""
 ATTEMPTS = 3
-"""Number of connections to a server that does not answer."""
+"""Number of connections that may break during a request, which may itself be the reason."""
+CONNECTS = 60
+"""Number of connections to a server that is not there, with a pause after each: a frontend that has ended is started
+again."""
 
 
 class ServerGone(Exception):
@@ -30,9 +34,11 @@ class ServerGone(Exception):
 
 class RequestSender:
     """Sends up to `concurrency` requests at a time, over connections that stay open. `socket`: Unix socket on which the
-    server listens; None: at its address."""
+    server listens; None: at its address. `server_ended` is set when the server is not started again."""
 
-    def __init__(self, server: ServerAddress, socket: str | None, concurrency: int) -> None:
+    def __init__(
+        self, server: ServerAddress, socket: str | None, concurrency: int, server_ended: threading.Event
+    ) -> None:
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         self._client = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(verify=server.tls(), limits=limits, uds=socket),
@@ -41,6 +47,7 @@ class RequestSender:
             timeout=ANSWER_SECONDS,
         )
         self._slots = asyncio.Semaphore(concurrency)
+        self._server_ended = server_ended
 
     async def send(self, request: BatchRequest) -> dict[str, Any]:
         """Return the answer, as the file has it; a refusal for load is repeated when the server says so.
@@ -62,16 +69,17 @@ class RequestSender:
 
     async def _attempt(self, request: BatchRequest) -> httpx.Response:
         """Raises: ServerGone"""
-        reason: Exception | None = None
-        headers = {"content-type": "application/json"}
-        for attempt in range(ATTEMPTS):
+        headers, broken, absent = {"content-type": "application/json"}, 0, 0
+        while True:
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     return await self._client.post(request.url, content=request.body, headers=headers)
             except (OSError, httpx.HTTPError) as error:  # such as a connection that was closed when idle
-                reason = error
-                await asyncio.sleep(PAUSE_SECONDS if attempt else 0)
-        raise ServerGone(f"the server is gone: {reason}") from reason
+                is_absent, reason = isinstance(error, httpx.ConnectError), error
+            absent, broken = absent + is_absent, broken + (not is_absent)
+            if self._server_ended.is_set() or broken == ATTEMPTS or absent == CONNECTS:
+                raise ServerGone(f"the server is gone: {reason}") from reason
+            await asyncio.sleep(PAUSE_SECONDS if broken + absent > 1 else 0)
 
 
 def pause_of(answer: httpx.Response) -> float:

@@ -119,7 +119,7 @@ def test_pause_before_a_request_is_sent_again(given: str, seconds: float) -> Non
 def test_a_lost_server_stops_the_batch_with_the_answers_so_far(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.cli.run_batch.requests.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("services.cli.run_batch.requests.PAUSE_SECONDS", 0.0)  # connections are refused at once
     lines = [line("a"), line("b", body={"user": "last"}), *(line(f"r{i}") for i in range(100))]
     with serving() as url:
         done, answers = run(capsys, tmp_path, lines, url, "--max-concurrency", "1")
