@@ -117,6 +117,7 @@ def test_modes(caplog: pytest.LogCaptureFixture) -> None:
         ("repetition_detection", {}), ("moderation", {"model": "x"}), ("tools", [{}]), ("max_completion_tokens", 4),
         ("reasoning_effort", "low"), ("grammar", "x"), ("json_schema", {"type": "object"}),
         ("regex", "x"), ("ebnf", "x"), ("stop_regex", "x"), ("lora_path", "x"),
+        ("n_predict", 5), ("max_new_tokens", 5), ("repeat_penalty", 1.1), ("sampling_params", {"top_k": 1}),
     ],
 )  # fmt: skip
 def test_known_parameter_that_is_not_served_is_refused_by_name(
