@@ -28,6 +28,10 @@ NEUTRAL: Neutral = {
     "ebnf": ("",),
     "stop_regex": ("", []),
     "lora_path": ("",),
+    "max_output_tokens": (),
+    "instructions": ("",),
+    "system": ("", []),
+    "stop_sequences": ([],),
     "n_predict": (-1,),
     "max_new_tokens": (),
     "repeat_penalty": (1, 1.0),
@@ -80,6 +84,11 @@ HINTS: Mapping[str, str] = {
     "ebnf": "use structured_outputs.grammar",
     "stop_regex": "use stop",
     "lora_path": "name the adapter as model",
+    "max_completion_tokens": "use max_tokens",
+    "max_output_tokens": "use max_tokens",
+    "instructions": "write them as a message of the role system",
+    "system": "write it as a message of the role system",
+    "stop_sequences": "use stop",
     "n_predict": "use max_tokens",
     "max_new_tokens": "use max_tokens",
     "repeat_penalty": "use repetition_penalty",
@@ -110,6 +119,8 @@ class OpenObject(BaseModel):
 
     not_served: ClassVar[Neutral] = {}
     """Known fields that are not served, of this kind of object alone."""
+    hints: ClassVar[Mapping[str, str]] = HINTS
+    """Replacements for known fields of this kind of object."""
 
     @classmethod
     def unserved(cls) -> Neutral:
