@@ -1,4 +1,4 @@
-"""Flags of vLLM, SGLang and llama.cpp that have another name here, or none, with a hint for each."""
+"""Flags and commands of vLLM, SGLang, llama.cpp and Ollama that have another name here, or none; a hint for each."""
 
 _EVERY_REQUEST = "with each request"
 _BY_HINT = {
@@ -150,6 +150,15 @@ HINTS: dict[str, str] = {flag: text for text, flags in _BY_HINT.items() for flag
     flag: f"{text}; leave it out" for text, flags in _LEFT_OUT.items() for flag in flags.split()
 }
 """By flag; the text follows "No such option: FLAG; "."""
+
+COMMANDS: dict[str, str] = {
+    **dict.fromkeys(("run", "chat", "complete"), "use `runahead serve MODEL`, then the page or a client"),
+    **dict.fromkeys(("launch_server", "launch"), "use `runahead serve MODEL`"),
+    "pull": "`runahead serve NAME` downloads a model of the hub",
+    "ps": "use `runahead status`",
+    "collect-env": "use `runahead doctor`",
+}
+"""By command; the text follows "No such command 'NAME'; "."""
 
 
 def hint(flag: str) -> str | None:
