@@ -13,6 +13,7 @@ from typer.exceptions import TyperException
 from services import config
 from services.cli.command_help import GroupedCommand
 from services.cli.flags import command
+from services.cli.flags_of_others import COMMANDS
 from services.cli.settings import ConfigurationError, Settings
 from services.cli.show import show
 from services.config import commands
@@ -196,6 +197,8 @@ def run(arguments: list[str] | None = None) -> int:
         return 1
     except TyperException as error:
         reason = error.format_message().removesuffix(".")
+        if reason.startswith("No such command") and (text := COMMANDS.get(arguments[0])):
+            return _refuse(f"No such command {arguments[0]!r}; {text}")
         more = "; --help lists all" if reason.startswith("No such ") and not reason.endswith("?") else ""
         more += ", docs/for-vllm.md those of vLLM" if reason.startswith("No such option") else ""
         return _refuse(f"{reason}{more}")

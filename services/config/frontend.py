@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from services.config.base import CHECKPOINT, ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER, Texts, as_list
+from protocol.sampling import SamplingParams
+from services.config.base import CHECKPOINT, ENABLE_LORA, MAX_LORA_RANK, REVISION, TOKENIZER, Texts, as_list, from_json
 from services.config.http import HttpConfig
 from services.config.sizes import Size
 
@@ -22,6 +23,10 @@ ToolCallFormat = Literal[
     "phi4_mini_json",
     "qwen3_xml",
 ]
+DEFAULT_PARAMETERS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Sampling parameters that may have a default of the checkpoint or the server."""
 ReasoningFormat = Literal["deepseek_r1", "glm45", "granite", "mistral", "openai_gptoss", "qwen3"]
 TOOL_CALL_ALIASES: dict[str, ToolCallFormat] = {
     "glm47": "glm45", "granite4": "hermes", "llama4_json": "llama3_json", "pythonic": "llama4_pythonic",
@@ -109,6 +114,12 @@ class FrontendConfig(HttpConfig):
     glm45); between the same words in brackets (mistral); after a sentence (granite); in a channel (openai_gptoss)."""
     generation_config: Literal["auto", "vllm"] = "auto"
     """Default sampling parameters of requests: the checkpoint's (auto) or none (vllm)."""
+    override_generation_config: Annotated[dict[str, float], BeforeValidator(from_json)] = Field({})
+    """Default sampling parameters that replace the checkpoint's, as JSON, such as {"temperature": 0.6}. Default:
+    none."""
+    default_chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(from_json)] = Field({})
+    """Variables of the chat template for requests that do not set them, as JSON, such as {"enable_thinking": false}.
+    Default: none."""
     pooling_type: Literal["last", "mean"] = "last"
     """Hidden state that an embedding is made of: that of the last token (last) or the mean of all tokens (mean)."""
 
@@ -119,6 +130,15 @@ class FrontendConfig(HttpConfig):
             if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", name):
                 raise ValueError(f"{name!r} is no host name such as media.example.com; it has no port and no pattern")
         return [name.lower() for name in names]
+
+    @field_validator("override_generation_config")
+    @classmethod
+    def _check_defaults(cls, given: dict[str, float]) -> dict[str, float]:
+        if unknown := given.keys() - set(DEFAULT_PARAMETERS):
+            raise ValueError(f"{min(unknown)} has no default, only {', '.join(DEFAULT_PARAMETERS)}")
+        values: dict[str, Any] = {**given, "top_k": max(given.get("top_k", 0), 0)}
+        SamplingParams(1, **values)
+        return given
 
     def refusals(self) -> Iterator[str]:
         yield from super().refusals()

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from services.config import FrontendConfig
+from services.frontend import routes_of_others
 from services.frontend.anthropic import endpoints as anthropic
 from services.frontend.errors import APIError, error_response, internal_error, invalid
 from services.frontend.openai import endpoints as openai
@@ -53,12 +54,16 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def on_no_route(http: HTTPRequest, error: HTTPException) -> Response:
-        path, hint = http.url.path[:MAX_QUOTED], "/openapi.json lists all routes"
+        path = http.url.path[:MAX_QUOTED]
+        hint = routes_of_others.hint(path) or "/openapi.json lists all routes"
         below = {**http.scope, "path": f"/v1{http.scope['path']}"}
+        above = {**http.scope, "path": http.scope["path"].removeprefix("/v1")}
         if any(route.matches(http.scope)[0] is Match.FULL for module in ADMIN for route in module.router.routes):
             hint = "it needs --enable-admin-routes"
         elif any(route.matches(below)[0] is Match.FULL for route in app.routes):  # the client's base URL lacks /v1
             hint = f"use /v1{path}"
+        elif any(route.matches(above)[0] is Match.FULL for route in app.routes):  # or has it twice
+            hint = f"use {path.removeprefix('/v1')}"
         text = f"{http.method} {path} is not served here; {hint}"
         response = error_response(APIError(error.status_code, text), http.url.path, http.state.request_id)
         response.headers.update(error.headers or {})  # Allow

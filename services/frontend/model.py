@@ -66,9 +66,10 @@ class ServedModel:
         source = resolve(config.tokenizer, None) if config.tokenizer else directory
         tokenizer = Tokenizer(source)
         text = find_template(source, config.chat_template)
-        defaults = SamplingDefaults.read(directory, tokenizer.eos_token_id, config.generation_config == "auto")
+        keeps_defaults, overrides = config.generation_config == "auto", config.override_generation_config
+        defaults = SamplingDefaults.read(directory, tokenizer.eos_token_id, keeps_defaults, overrides)
         tool_use = find_template(source, config.chat_template, "tool_use")
-        template = ChatTemplate(text, tokenizer.special, tool_use)
+        template = ChatTemplate(text, tokenizer.special, tool_use, config.default_chat_template_kwargs)
         template.try_out()
         name = config.model if config.model and not is_local(config.model) else model_name(directory)
         pooling = Pooling[config.pooling_type.upper()]

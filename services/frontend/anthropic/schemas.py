@@ -1,12 +1,13 @@
 """Bodies of Anthropic's Messages API. Every field of a request has a bound; unserved ones are refused by name."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from services.frontend.openai.schemas import fields
-from services.frontend.openai.schemas.open_object import Neutral, OpenObject
+from services.frontend.openai.schemas.open_object import HINTS, Neutral, OpenObject
 from services.frontend.openai.schemas.requests import BaseRequest, SampledRequest, unserved_by
 from services.frontend.openai.schemas.responses import Natural
 
@@ -131,6 +132,12 @@ class CountTokensRequest(BaseRequest):
         "thread": (),
         "compaction": (),
         "context_management": ({"edits": []}, _KEEP_ALL),
+    }
+    hints: ClassVar[Mapping[str, str]] = {
+        **HINTS,
+        "stop": "use stop_sequences",
+        "response_format": "use output_config.format",
+        "reasoning_effort": "use output_config.effort",
     }
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
     system: fields.Text | Annotated[list[TextBlock], Field(max_length=fields.MAX_PARTS, fail_fast=True)] | None = None

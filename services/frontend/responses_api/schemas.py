@@ -1,5 +1,6 @@
 """Request bodies of OpenAI's Responses API. Every field has a bound; unserved fields are refused by name."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
@@ -7,7 +8,7 @@ from pydantic import Tag as _Tag
 
 from services.frontend.openai.schemas import fields
 from services.frontend.openai.schemas.messages import FunctionDefinition, FunctionName, RefusalPart
-from services.frontend.openai.schemas.open_object import Neutral, OpenObject
+from services.frontend.openai.schemas.open_object import HINTS, Neutral, OpenObject
 from services.frontend.openai.schemas.requests import SampledRequest
 
 
@@ -161,6 +162,15 @@ class ResponsesRequest(SampledRequest):
         "image": ({},),
         "previous_input_messages": ([],),
         "enable_response_messages": (False,),
+    }
+    hints: ClassVar[Mapping[str, str]] = {
+        **HINTS,
+        **dict.fromkeys(
+            ("max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens"), "use max_output_tokens"
+        ),
+        "response_format": "use text.format",
+        "reasoning_effort": "use reasoning.effort",
+        "messages": "use input",
     }
     input: fields.Text | Annotated[list[Item], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
     instructions: fields.Text | None = None

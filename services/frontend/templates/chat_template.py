@@ -11,7 +11,7 @@ import jinja2
 from msgspec.structs import replace
 
 from services.checkpoint import CheckpointError, read_json, read_text
-from services.frontend.errors import invalid
+from services.frontend.errors import APIError, invalid
 from services.frontend.templates import call_form
 from services.frontend.templates.jobs import Conversation, LimitReached, Rendered, TemplateRefused, TemplateSources
 from services.frontend.templates.renderer import Renderer, broken
@@ -86,13 +86,25 @@ class ChatTemplate:
     It is compiled and rendered in another process; see `render_process`.
     """
 
-    def __init__(self, text: str | None, special: dict[str, str], tool_use: str | None = None) -> None:
+    def __init__(
+        self,
+        text: str | None,
+        special: dict[str, str],
+        tool_use: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         """
         Args:
             tool_use: used in place of `text` if tools are given.
+            variables: those of conversations that do not set them.
 
-        Raises: CheckpointError, if one is not a template
+        Raises: CheckpointError, if one is not a template, or a variable cannot be set
         """
+        self._defaults = variables or {}
+        try:
+            _check_variables(self._defaults, special)
+        except APIError as error:
+            raise CheckpointError(f"--default-chat-template-kwargs: {error}") from None
         self.text = text
         self._special = special
         self._has_default, self._has_tool_use = text is not None, tool_use is not None
@@ -157,7 +169,8 @@ class ChatTemplate:
         messages = [self._formed(message, part_roles) for message in self._call_form.of(messages)]
         messages = _with_marker(messages) if given.continue_final_message else messages
         _check_variables(given.variables, self._special)
-        match self._renderer.render(replace(given, messages=messages)):
+        variables = {**self._defaults, **given.variables}
+        match self._renderer.render(replace(given, messages=messages, variables=variables)):
             case Rendered(text):
                 return _cut(text) if given.continue_final_message else text
             case TemplateRefused(reason):

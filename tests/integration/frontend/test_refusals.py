@@ -235,10 +235,18 @@ def test_unknown_model_path_and_method(frontend: Frontend, scheduler: ScriptedSc
     assert "this server has " in str(unknown["message"])
     nowhere = error_of(httpx.get(f"{frontend.url}/nowhere"), 404)
     assert nowhere["message"] == "GET /nowhere is not served here; /openapi.json lists all routes"
-    without = error_of(httpx.post(f"{frontend.url}/chat/completions"), 404)
-    assert without["message"] == "POST /chat/completions is not served here; use /v1/chat/completions"
-    closed = error_of(httpx.post(f"{frontend.url}/engines/x/drain"), 404)
-    assert closed["message"] == "POST /engines/x/drain is not served here; it needs --enable-admin-routes"
+    for path, hint in {
+        "/chat/completions": "use /v1/chat/completions",
+        "/v1/tokenize": "use /tokenize",
+        "/v1/v1/messages": "use /v1/messages",
+        "/engines/x/drain": "it needs --enable-admin-routes",
+        "/completion": "use /v1/completions",
+        "/api/chat": "use /v1/chat/completions",
+        "/v1/files/file-1/content": "use `runahead run-batch`",
+        "/v1/filesystem": "/openapi.json lists all routes",
+    }.items():
+        elsewhere = error_of(httpx.post(frontend.url + path), 404)
+        assert elsewhere["message"] == f"POST {path} is not served here; {hint}"
     refused = httpx.get(frontend.url + COMPLETIONS)
     error_of(refused, 405)
     assert refused.headers["allow"] == "POST"

@@ -33,7 +33,7 @@ def kv_events(**settings: object) -> tuple[str, ...]:
 
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serv",), "No such command 'serv'. Did you mean 'serve'?\n"),
-    (("run", "llama.gguf"), "No such command 'run'; --help lists all"),
+    (("run", "llama.gguf"), "No such command 'run'; use `runahead serve MODEL`, then the page"),
     (("serve", "/models/llama"), "no such model directory: /models/llama; give a directory"),
     (("serve", "llama.gguf"), "no such model file: llama.gguf"),
     (("serve", "{folder}"), "config.json is missing; give a model directory in Hugging Face format"),
@@ -132,6 +132,10 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--speculative-config", "ngram"), "--speculative-config: is not JSON"),
     (("serve", "--served-model-name", "a", DEMO), "MODEL before --served-model-name"),
     (("serve", "-tp", "2"), "No such option: -tp; use --tensor-parallel-size"),
+    (("serve", "--no-trust-remote-code"), "No such option: --no-trust-remote-code; leave it out"),
+    (("serve", "--speculative-config.method", "ngram"), "--speculative-config.method; use --speculative-config"),
+    (("serve", "--override-generation-config", '{"seed": 1}'), "seed has no default, only temperature, top_p"),
+    (("serve", "--override-generation-config", '{"top_p": 7}'), "top_p must be above 0 and at most 1"),
     (("serve", "--no-such-parallel-size", "2"), "No such option: --no-such-parallel-size (Possible options: --data-"),
     (("serve", "--aggregate-engine-logging"), "--aggregate-engine-logging; --help lists all, docs/for-vllm.md"),
     (("serve", "--max-num-seqs"), "requires an argument"),

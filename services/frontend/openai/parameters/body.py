@@ -16,7 +16,7 @@ from starlette.requests import Request as HTTPRequest
 from services.frontend.errors import GONE, APIError, invalid, unknown_tool
 from services.frontend.json_text import MAX_DEPTH, json_value
 from services.frontend.openai.schemas.messages import AllowedTools
-from services.frontend.openai.schemas.open_object import HINTS, Neutral, OpenObject
+from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ChatRequest
 
 log = logging.getLogger("runahead.frontend")
@@ -196,8 +196,8 @@ def _unknown(given: pydantic.BaseModel, refuses: bool, within: str = "") -> Iter
     Raises: APIError, naming the first field that is refused
     """
     if given.model_extra:
-        neutral = given.unserved() if isinstance(given, OpenObject) else {}
-        yield from _not_served(given.model_extra, neutral, within, refuses)
+        kind = type(given) if isinstance(given, OpenObject) else OpenObject
+        yield from _not_served(given.model_extra, kind, within, refuses)
     for name, value in given:
         if isinstance(value, pydantic.BaseModel):
             yield from _unknown(value, refuses, f"{within}{name}.")
@@ -207,9 +207,9 @@ def _unknown(given: pydantic.BaseModel, refuses: bool, within: str = "") -> Iter
                     yield from _unknown(item, refuses, f"{within}{name}.{index}.")
 
 
-def _not_served(extra: Mapping[str, Any], neutral: Neutral, within: str, refuses: bool) -> Iterator[str]:
+def _not_served(extra: Mapping[str, Any], kind: type[OpenObject], within: str, refuses: bool) -> Iterator[str]:
     """`_unknown` for the extra fields of the object at `within`."""
-    prefix = _INDEX.sub(".", within)
+    neutral, prefix = kind.unserved(), _INDEX.sub(".", within)
     for name, value in extra.items():
         allowed = neutral.get(name, ())
         if value is None or any(value == other and type(value) is type(other) for other in allowed):
@@ -221,7 +221,7 @@ def _not_served(extra: Mapping[str, Any], neutral: Neutral, within: str, refuses
         if name not in neutral:
             logged = f"{prefix}{name if _PRINTABLE.fullmatch(name) else '...'} is not known"
             raise invalid(f"{within}{name:.80} is not known; leave it out", param, logged)
-        hint = "leave it out" if within else HINTS.get(name, "leave it out")
+        hint = "leave it out" if within else kind.hints.get(name, "leave it out")
         problem = f"{within}{name} is not supported with "
         message = f"{problem}the value {value!r:.80}; {hint}"
         raise invalid(message, param, logged=f"{problem}this value")

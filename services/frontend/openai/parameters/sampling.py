@@ -9,27 +9,33 @@ from typing import Any
 from protocol.codec import pack
 from protocol.sampling import MAX_BAD_WORD_TOKENS, MAX_BIAS, BadWords, SamplingParams
 from services.checkpoint import CheckpointError, named_eos, read_json
+from services.config.frontend import DEFAULT_PARAMETERS
 from services.frontend.errors import APIError, beyond_context, invalid
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; the default for chat is the rest of the context."""
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters that a checkpoint may have a default for."""
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """The checkpoint's defaults, from generation_config.json and config.json."""
+    """The checkpoint's defaults, from generation_config.json and config.json, and those of the server."""
 
     sampling: dict[str, Any]
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def read(cls, directory: Path, tokenizer_eos: int | None, use_sampling: bool) -> "SamplingDefaults":
+    def read(
+        cls,
+        directory: Path,
+        tokenizer_eos: int | None,
+        use_sampling: bool,
+        overrides: Mapping[str, float] | None = None,
+    ) -> "SamplingDefaults":
         """
         Args:
             use_sampling: read the sampling parameters too, not only the EOS tokens.
+            overrides: values that replace the checkpoint's; they are valid.
 
         Raises: CheckpointError, for values that no request could be served with
         """
@@ -37,9 +43,9 @@ class SamplingDefaults:
         eos = dict.fromkeys(named_eos(directory))
         if tokenizer_eos is not None:
             eos[tokenizer_eos] = None
-        given = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+        given = {name: generation[name] for name in DEFAULT_PARAMETERS if generation.get(name) is not None}
         _check(directory, eos, given)
-        return cls(given if use_sampling else {}, tuple(eos))
+        return cls({**(given if use_sampling else {}), **(overrides or {})}, tuple(eos))
 
 
 def _check(directory: Path, eos: Collection[object], given: Mapping[str, object]) -> None:
@@ -76,7 +82,7 @@ def sampling_params(
     max_tokens = _max_tokens(body, prompt_tokens, max_model_len)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise invalid(f"min_tokens {body.min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
-    given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    given = {name: value for name in DEFAULT_PARAMETERS if (value := getattr(body, name)) is not None}
     logprobs, prompt_logprobs = _logprobs(body)
     eos = () if body.ignore_eos else defaults.eos_token_ids
     stop_ids = checked_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
@@ -89,8 +95,6 @@ def sampling_params(
             min_tokens=body.min_tokens or 0,
             eos_token_ids=tuple(token for token in eos if token < vocab_size),
             stop_token_ids=tuple(dict.fromkeys(stop_ids)),
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
             bad_words=bad_words,
             allowed_token_ids=pack(

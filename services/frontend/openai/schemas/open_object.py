@@ -28,6 +28,14 @@ NEUTRAL: Neutral = {
     "ebnf": ("",),
     "stop_regex": ("", []),
     "lora_path": ("",),
+    "max_output_tokens": (),
+    "instructions": ("",),
+    "system": ("", []),
+    "stop_sequences": ([],),
+    "n_predict": (-1,),
+    "max_new_tokens": (),
+    "repeat_penalty": (1, 1.0),
+    "sampling_params": ({},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "spaces_between_special_tokens": (True,),
@@ -76,6 +84,15 @@ HINTS: Mapping[str, str] = {
     "ebnf": "use structured_outputs.grammar",
     "stop_regex": "use stop",
     "lora_path": "name the adapter as model",
+    "max_completion_tokens": "use max_tokens",
+    "max_output_tokens": "use max_tokens",
+    "instructions": "write them as a message of the role system",
+    "system": "write it as a message of the role system",
+    "stop_sequences": "use stop",
+    "n_predict": "use max_tokens",
+    "max_new_tokens": "use max_tokens",
+    "repeat_penalty": "use repetition_penalty",
+    "sampling_params": "write its fields beside the others",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "logits_processors": "requests bring no code: use logit_bias, bad_words or allowed_token_ids",
@@ -102,6 +119,8 @@ class OpenObject(BaseModel):
 
     not_served: ClassVar[Neutral] = {}
     """Known fields that are not served, of this kind of object alone."""
+    hints: ClassVar[Mapping[str, str]] = HINTS
+    """Replacements for known fields of this kind of object."""
 
     @classmethod
     def unserved(cls) -> Neutral:

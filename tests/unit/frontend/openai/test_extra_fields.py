@@ -117,6 +117,8 @@ def test_modes(caplog: pytest.LogCaptureFixture) -> None:
         ("repetition_detection", {}), ("moderation", {"model": "x"}), ("tools", [{}]), ("max_completion_tokens", 4),
         ("reasoning_effort", "low"), ("grammar", "x"), ("json_schema", {"type": "object"}),
         ("regex", "x"), ("ebnf", "x"), ("stop_regex", "x"), ("lora_path", "x"),
+        ("n_predict", 5), ("max_new_tokens", 5), ("repeat_penalty", 1.1), ("sampling_params", {"top_k": 1}),
+        ("max_output_tokens", 5), ("instructions", "x"), ("system", "x"), ("stop_sequences", ["x"]),
     ],
 )  # fmt: skip
 def test_known_parameter_that_is_not_served_is_refused_by_name(
@@ -164,6 +166,23 @@ def test_neutral_values_are_accepted_by_every_route(kind: type[OpenObject]) -> N
     for name, values in kind.unserved().items():
         for value in (*values, None):
             assert ignored(kind.model_validate({**MINIMAL[kind], name: value}), "refuse") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "hint"),
+    [
+        (CompletionRequest, "max_completion_tokens", 5, "use max_tokens"),
+        (ResponsesRequest, "max_tokens", 5, "use max_output_tokens"),
+        (ResponsesRequest, "response_format", {"type": "json_object"}, "use text.format"),
+        (MessagesRequest, "stop", "x", "use stop_sequences"),
+        (MessagesRequest, "max_completion_tokens", 5, "use max_tokens"),
+    ],
+)
+def test_refused_parameter_is_answered_with_its_name_here(
+    kind: type[OpenObject], name: str, value: object, hint: str
+) -> None:
+    with pytest.raises(APIError, match=f"{hint}$"):
+        ignored(kind.model_validate({**MINIMAL[kind], name: value}))
 
 
 def test_counting_tokens_ignores_what_a_message_serves() -> None:

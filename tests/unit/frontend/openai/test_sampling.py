@@ -10,6 +10,7 @@ import pytest
 from protocol.codec import pack
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL, CheckpointError
+from services.config import FrontendConfig
 from services.frontend.errors import APIError
 from services.frontend.openai.parameters.sampling import SamplingDefaults, bad_words, sampling_params
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
@@ -142,6 +143,16 @@ def test_repetition_penalty_of_a_checkpoint_is_the_default(tmp_path: Path) -> No
     assert params({}, checkpoint).repetition_penalty == 1.3
     assert params({"repetition_penalty": 1.0}, checkpoint).repetition_penalty == 1.0
     assert params({}, SamplingDefaults.read(tmp_path, 2, False)).repetition_penalty == 1.0
+
+
+@pytest.mark.parametrize(("keeps", "penalty"), [(True, 1.3), (False, 1.0)])
+def test_defaults_of_the_server_replace_those_of_the_checkpoint(tmp_path: Path, keeps: bool, penalty: float) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.3, "presence_penalty": 0.5}))
+    overrides = FrontendConfig(override_generation_config='{"presence_penalty": 1.5, "top_k": -1}')  # type: ignore[arg-type]
+    defaults = SamplingDefaults.read(tmp_path, 2, keeps, overrides.override_generation_config)
+    chosen = params({}, defaults)
+    assert (chosen.presence_penalty, chosen.top_k, chosen.repetition_penalty) == (1.5, 0, penalty)
+    assert params({"presence_penalty": 0}, defaults).presence_penalty == 0
 
 
 def test_bad_words_are_forbidden_at_the_beginning_and_within_a_text() -> None:

@@ -201,6 +201,13 @@ def test_expression_that_takes_memory_while_compiled_does_not_take_it_here() -> 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
+def test_variables_of_the_server_hold_where_a_conversation_does_not_set_them() -> None:
+    template = ChatTemplate("{{ think }} {{ style }}", {}, variables={"think": False, "style": "brief"})
+    assert template.render(Conversation(MESSAGES, variables={"style": "long"})) == "False long"
+    with pytest.raises(CheckpointError, match=r"--default-chat-template-kwargs: .* may not set tools"):
+        ChatTemplate("", {}, variables={"tools": []})
+
+
 def test_renderer_that_was_killed_while_idle_is_replaced() -> None:
     others = set(psutil.Process().children())
     renderer = Renderer(TemplateSources("{{ messages[0].role }}", None, {}))
