@@ -21,6 +21,7 @@ def test_engines_that_the_others_can_replace_are_too_many() -> None:
     assert wanted([0.0, 0.0, 0.0], [0.1, 0.2, 0.1], target=2.0) == 2
     assert wanted([0.0], [0.0], target=2.0) == 1
     assert wanted([0.0, 0.0], [0.5, 0.5], target=2.0) == 2, "each is half busy"
+    assert wanted([1.5, 0.0], [0.1, 0.1], target=2.0) == 2, "not far below the target"
 
 
 @pytest.mark.parametrize(
