@@ -157,6 +157,9 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "qwen3_xml", "<function=f>\n<parameter=a>\nx <parameter=\n<parameter=b>\n1\n</function>\n</tool_call>", "",
         [("f", '{"a": "x <parameter=", "b": 1}')],
     ),
+    (
+        "qwen3_xml", "<function=f><parameter=a>\n  x\n\n</parameter>\n</function>", "", [("f", '{"a": "  x\\n"}')],
+    ),
     ("glm45", glm(VALUES), "", TYPED),
     ("glm45", f"Now{glm(VALUES[:3])}\n{glm(VALUES[:3])}", "Now", FEW * 2),
     ("glm45", "<tool_call>f</tool_call>", "", [("f", "{}")]),
