@@ -52,14 +52,13 @@ def test_items_of_one_answer_are_one_message_until_text_follows_its_calls() -> N
     items = [
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "S"}]},
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "T"}]},
-        {"role": "assistant", "content": "Wait"},
         *[{"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"} for id in "12"],
         {"role": "assistant", "content": "Done"},
     ]
     calls = [{"id": id, "function": {"name": "f", "arguments": "{}"}} for id in "12"]
     body = ResponsesRequest.model_validate({"input": items})
     assert responses.messages_of(responses.input_items(body)) == [
-        {"role": "assistant", "content": "Wait", "reasoning_content": "ST", "tool_calls": calls},
+        {"role": "assistant", "content": "", "reasoning_content": "ST", "tool_calls": calls},
         {"role": "assistant", "content": "Done"},
     ]
 
