@@ -512,9 +512,13 @@ async def test_requests_are_shed_if_no_engine_that_could_get_them_has_room(tmp_p
 
 async def test_an_answer_with_choices_on_two_engines_is_aborted_on_both(tmp_path: Path) -> None:
     async with fleet(tmp_path) as engines:
-        streams = [(await engines.submit([number]))[0] for number in range(4)]
-        engines.client.abort(streams)
-        await engines.until(lambda: all(len(engine.aborted) == 2 for engine in engines.engines))
+        first, owner, other = await engines.submit([1])
+        second, *_ = await engines.submit([2])
+        if not other.requests:
+            owner.send(second.number, 0, ends=True, why=FinishReason.REJECTED)
+            await engines.until(lambda: other.requests)
+        engines.client.abort([first, second])
+        await engines.until(lambda: owner.aborted and other.aborted)
 
 
 async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -> None:
