@@ -25,7 +25,7 @@ def wanted(queue_seconds: list[float], busy: list[float], target: float) -> int:
     """
     count, work = len(queue_seconds), sum(queue_seconds)
     if min(queue_seconds) > target:
-        return math.ceil(min(max(work / target, count + 1), count * GROWTH))
+        return math.ceil(min(work / target, count * GROWTH))
     if max(queue_seconds) < target / 2 and sum(busy) <= BUSY * (count - 1):
         return max(1, count - 1)
     return count

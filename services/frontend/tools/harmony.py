@@ -53,7 +53,7 @@ class HarmonyParser(ToolParser):
             buffer.keep(MAX_HELD)
             yield from self._attempt(self._calls(recipient[2]))
             return (yield from pass_until(buffer, _ENDS, self._after_call))
-        is_reasoning = _CHANNEL in header and channel is not None and channel[1] == "analysis"
+        is_reasoning = channel is not None and channel[1] == "analysis"
         return (yield from pass_until(buffer, _ENDS, self._reasoning if is_reasoning else self._content))
 
     def _calls(self, marker: str) -> Parsing[None]:

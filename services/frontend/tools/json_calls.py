@@ -122,9 +122,7 @@ class MistralParser(ToolParser):
             yield from self._named()
 
     def _named(self) -> Parsing[None]:
-        name = yield from self._buffer.whole_run(_WORD, MAX_NAME)
-        if NAME.fullmatch(name) is None:
-            raise ParseError
+        name = yield from self._buffer.whole_run(_WORD, MAX_NAME)  # without one, no object follows
         while (yield from self._buffer.peek()) == "[":
             if (yield from read_word(self._buffer, "[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
                 yield from self._buffer.whole_run(_WORD, MAX_NAME)

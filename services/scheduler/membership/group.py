@@ -178,9 +178,9 @@ class WorkerGroup:
     def _shrinks(self, message: WorkerMessage | StepFault, now: float) -> bool:
         """If a step of the epoch in effect ran out of memory, let the next epoch form smaller steps. Return False if
         that was tried already and did not hold: then it is a failure like others."""
-        if not isinstance(message, RankLost) or not message.out_of_memory or self.state is not EnginePhase.READY:
+        if not isinstance(message, RankLost) or not message.out_of_memory:
             return False
-        failed = self._watch.size_of(message.step_id)
+        failed = self._watch.size_of(message.step_id)  # None also of an epoch that is not in effect
         if failed is None or (self._epoch.has_shrunk and not self.losses.is_proven(now)):
             return False
         if (most := self._epoch.shrink(failed)) is None:

@@ -251,9 +251,7 @@ def _read_header(file: int) -> _Header:
 
 
 def _map_arrays(file: int, header: _Header, progress: Progress) -> dict[str, PackedWeight]:
-    """Raises: ValueError, if an array is damaged; OSError"""
-    if header.size > os.fstat(file).st_size:
-        raise ValueError("it is torn")
+    """Raises: ValueError, if the file is torn or an array is damaged; OSError"""
     # Copy on write: torch accepts the memory without a warning, and nothing reaches the file. Huge pages are not
     # requested: products were 10 to 15 % slower with them.
     region = mmap.mmap(file, header.size, access=mmap.ACCESS_COPY)

@@ -116,12 +116,28 @@ def test_configuration_is_that_of_the_model(tmp_path: Path) -> None:
     assert (hf_config(header)["is_causal"], hf_config(embedding)["is_causal"]) == (True, False)
 
 
-def test_llama4_of_128_experts_has_no_norms_of_heads_and_each_its_chunks(tmp_path: Path) -> None:
-    header = read_header(gguf_models.write(tmp_path / "model.gguf", "llama4", "F32").path)
-    changes = {"llama4.expert_count": 128, "llama4.attention.sliding_window": 64}
-    plain, changed = hf_config(header), hf_config(replace(header, metadata={**header.metadata, **changes}))
-    assert (plain["use_qk_norm"], plain["attention_chunk_size"]) == (True, 8192)
-    assert (changed["use_qk_norm"], changed["attention_chunk_size"]) == (False, 64)
+@pytest.mark.parametrize(
+    ("name", "changes", "keys", "plain", "changed"),
+    [
+        (
+            "llama4", {"expert_count": 128, "attention.sliding_window": 64},
+            ("use_qk_norm", "attention_chunk_size"), [True, 8192], [False, 64],
+        ),
+        ("gemma3", {"block_count": 62}, ("query_pre_attn_scalar",), [32], [16]),
+    ],
+)  # fmt: skip
+def test_the_largest_models_of_some_families_differ(
+    name: str,
+    changes: dict[str, int],
+    keys: tuple[str, ...],
+    plain: list[object],
+    changed: list[object],
+    tmp_path: Path,
+) -> None:
+    header = read_header(gguf_models.write(tmp_path / "model.gguf", name, "F32").path)
+    metadata = {**header.metadata, **{f"{name}.{key}": value for key, value in changes.items()}}
+    found = [hf_config(each) for each in (header, replace(header, metadata=metadata))]
+    assert [[config[key] for key in keys] for config in found] == [plain, changed]
 
 
 def test_convert_prints_the_directory_and_says_what_it_has_written(

@@ -48,6 +48,21 @@ def test_messages_of_the_system_stay_where_they_are() -> None:
     ]  # fmt: skip
 
 
+def test_items_of_one_answer_are_one_message_until_text_follows_its_calls() -> None:
+    items = [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "S"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "T"}]},
+        *[{"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"} for id in "12"],
+        {"role": "assistant", "content": "Done"},
+    ]
+    calls = [{"id": id, "function": {"name": "f", "arguments": "{}"}} for id in "12"]
+    body = ResponsesRequest.model_validate({"input": items})
+    assert responses.messages_of(responses.input_items(body)) == [
+        {"role": "assistant", "content": "", "reasoning_content": "ST", "tool_calls": calls},
+        {"role": "assistant", "content": "Done"},
+    ]
+
+
 def test_images_of_the_user_and_of_tools_are_those_of_a_chat() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
     linked = {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}}

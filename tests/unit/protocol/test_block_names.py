@@ -1,8 +1,10 @@
 from hashlib import sha256
 
 import numpy as np
+import pytest
 
-from protocol.block_names import extend_names, names_of
+from protocol.block_names import NAME_BYTES, NamedBlocks, extend_names, names_of, split_names
+from protocol.codec import ProtocolError, pack
 from protocol.media import MediaItem, contents
 
 TOKENS = np.arange(8, dtype=np.int32).tobytes()
@@ -20,6 +22,14 @@ def test_a_partial_block_has_no_name_until_it_is_full():
     assert len(names) == 1
     extend_names(names, "", TOKENS[16:], 4)
     assert names == names_of("", TOKENS, 4)
+
+
+def test_a_column_that_is_no_names_of_blocks_is_refused():
+    with pytest.raises(ProtocolError, match="no names"):
+        split_names(bytes(NAME_BYTES + 1))
+    for num_names in (1, 3):
+        with pytest.raises(ProtocolError, match=f"2 blocks have {num_names} names"):
+            NamedBlocks(pack([0, 1]), bytes(num_names * NAME_BYTES)).pairs()
 
 
 def test_a_block_of_a_file_is_named_by_the_file_and_its_place():

@@ -164,6 +164,10 @@ def test_missing_directory_of_keys_refuses_every_client(secure: Server, keys: Pa
         ("scheduler", lambda own: (own / "worker.key").write_text("no key"), "worker.key"),
         ("scheduler", lambda own: (own / "scheduler.key_secret").chmod(0o604), "chmod o= "),
         ("worker", lambda own: (own / "worker.key_secret").unlink(), r"one file \*.key_secret, but contains none"),
+        (
+            "worker", lambda own: shutil.copy(own / "worker.key_secret", own / "b.key_secret"),
+            r"one file \*.key_secret, but contains b.key_secret, worker.key_secret",
+        ),
         ("worker", lambda own: (own / "scheduler.key").unlink(), "scheduler.key"),
         ("worker", lambda own: (own / "worker.key_secret").chmod(0o640), ""),
     ],

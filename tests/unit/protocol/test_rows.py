@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from protocol.codec import ProtocolError, pack
+from protocol.logprobs import Logprobs
 from protocol.requests import RequestOutputs
-from protocol.rows import GrammarRows, OutputRows, ResultRows, StepRows
+from protocol.rows import EmbeddingRows, GrammarRows, LogprobRows, OutputRows, ProgressRows, ResultRows, StepRows
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 PLAN = SchedulerOutput(
@@ -24,6 +25,7 @@ PLAN = SchedulerOutput(
     released=pack([2]),
 )
 RESULT = ModelRunnerOutput(1, 1, pack([4, 0]), pack([1, 9]), pack([2, 0]), pack([11, 12]), drafted=pack([3, 0]))
+LOGPROBS = Logprobs(pack([4]), pack([7]), pack([1]), pack([1]), pack([11]), np.float32([-0.5]).tobytes())
 OUTPUTS = RequestOutputs(pack(np.array([2**32 - 1, 3], np.uint32)), pack([0, 5]), pack([11, 12]))
 
 
@@ -92,6 +94,10 @@ def test_plan_with_a_negative_number_is_refused(name: str) -> None:
         (OutputRows, OUTPUTS, {"indices": pack([0, -1])}, "negative"),
         (OutputRows, OUTPUTS, {"token_ids": pack([-1, 0])}, "negative"),
         (OutputRows, OUTPUTS, {"numbers": b"\0\0"}, "does not hold uint32"),
+        (ProgressRows, RESULT, {"progress_slots": pack([4, 4]), "progress_frontiers": pack([1, 2])}, "a slot twice"),
+        (EmbeddingRows, RESULT, {"embedding_slots": pack([-1]), "embeddings": bytes(8)}, "no embeddings"),
+        (EmbeddingRows, RESULT, {"embeddings": bytes(8)}, "no embeddings of 0 slots"),
+        (LogprobRows, LOGPROBS, {"values": np.float32([np.nan]).tobytes()}, "NaN"),
     ],
 )
 def test_contradicting_message_is_refused(rows: Any, message: Any, change: dict[str, object], text: str) -> None:

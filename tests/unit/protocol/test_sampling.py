@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from protocol.codec import Decoder, ProtocolError
-from protocol.sampling import MAX_END_TOKENS, MAX_TEMPERATURE, SamplingParams
+from protocol.sampling import MAX_BIAS, MAX_END_TOKENS, MAX_TEMPERATURE, SamplingParams
 
 WRONG: list[tuple[str, Any]] = [
     ("max_tokens", 0),
@@ -29,16 +29,20 @@ WRONG: list[tuple[str, Any]] = [
     ("min_tokens", 2**31),
     ("stop_token_ids", (1,) * (MAX_END_TOKENS + 1)),
     ("eos_token_ids", (1,) * (MAX_END_TOKENS + 1)),
+    ("logit_bias", ((5, -1.01 * MAX_BIAS),)),
+    ("logit_bias", ((5, 1.0), (5, 2.0))),
+    ("bad_words", ((),)),
+    ("allowed_token_ids", b"123"),
 ]
 DECODER: Decoder[SamplingParams] = Decoder(SamplingParams)
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_value_out_of_range_is_refused_by_the_constructor_and_the_decoder(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name.replace("eos", "stop")):
+    with pytest.raises(ValueError, match=name.replace("eos", "stop").replace("words", "word").replace("_", ".")):
         SamplingParams(**{"max_tokens": 1, name: value})
     fields = list(msgspec.structs.asdict(SamplingParams(max_tokens=1)))
-    wire = [1, 1.0, 1.0, 0, 0.0, 0, 0, (), ()]
+    wire = list(msgspec.structs.astuple(SamplingParams(max_tokens=1)))
     wire[fields.index(name)] = value
     with pytest.raises(ProtocolError):
         DECODER.decode(msgspec.msgpack.encode(wire))

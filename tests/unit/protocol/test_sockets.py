@@ -12,6 +12,7 @@ from protocol.transport import HandshakeRefused, PeerGone, PeerSlow, Server
 from protocol.transport.endpoint import ENVELOPE_BYTES, HIGH_WATER_MARK
 from protocol.transport.server import CHECK
 from tests.unit.protocol.peers import PATIENCE, arrived, connect, exchange, new_client
+from tests.waiting import wait_until
 
 
 def flood(send: Callable[[LoadFailed], None], sent: list[bytes]) -> None:
@@ -96,6 +97,18 @@ def test_sender_of_several_frames_is_expelled(server: Server, frames: list[bytes
     assert list(server.peers) == [peer]
     assert server.take_lost() == [bad_peer]
     assert server.take_lost() == []
+
+
+def test_peer_that_leaves_is_lost_although_nothing_is_sent_to_it(server: Server) -> None:
+    (client, peer), lost = connect(server), list[bytes]()
+    client.close()
+
+    def is_lost() -> bool:
+        assert server.receive() is None
+        lost.extend(server.take_lost())
+        return lost == [peer]
+
+    wait_until(is_lost)
 
 
 def test_connection_is_checked_without_a_message_for_its_client(server: Server) -> None:

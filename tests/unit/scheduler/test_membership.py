@@ -38,6 +38,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.engine_state import StateReports
 from services.scheduler.membership import Action, Ended, FailRequests, News, Refuse, Send, Started, WorkerGroup
 from services.scheduler.membership.formation import RETURN_SECONDS
+from services.scheduler.membership.group import STOP_SETTLE
 from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS, PROVEN_AFTER
 from services.scheduler.membership.member_states import MemberState
 from services.scheduler.membership.step_watch import FLOOR, SMALLEST, STRETCH, StepSize
@@ -243,6 +244,7 @@ def test_a_rank_that_does_not_hear_the_scheduler_is_given_up(plans: bool, result
     g = group(heartbeat_timeout_seconds=5)
     signs_of_life(g, 100, 0.0)
     g.serve("a", at=100.0)
+    assert g.unanswered == [0.0]
     assert signs_of_life(g, 10, 100.0) == []
     assert g.unanswered == [0.0]
     assert signs_of_life(g, 6, 110.0, plans, results) == []
@@ -277,11 +279,12 @@ def test_ranks_that_fall_silent_together_are_lost_together() -> None:
     assert not g.names
 
 
-def test_loading_excuses_a_longer_silence() -> None:
-    g = registered("a", heartbeat_timeout_seconds=5)
-    g.check(LOAD_SILENCE - 1)
+@pytest.mark.parametrize(("timeout", "excused"), [(5.0, LOAD_SILENCE), (60.0, 60.0)])
+def test_loading_excuses_a_longer_silence(timeout: float, excused: float) -> None:
+    g = registered("a", heartbeat_timeout_seconds=timeout)
+    g.check(excused - 1)
     assert g.names
-    g.check(LOAD_SILENCE + 1)
+    g.check(excused + 1)
     assert not g.names
 
 
@@ -524,6 +527,56 @@ def test_the_last_loss_may_be_explained_before_the_group_gives_up() -> None:
     assert g.epoch == MAX_FUTILE_EPOCHS + 1
 
 
+@pytest.mark.parametrize(("config", "changes", "expected"), [
+    ({"num_gpu_blocks_override": 1000}, {}, {"num_blocks": 1000}),
+    ({}, {"loads_blocks": True}, {"loads_blocks": False}),
+    ({}, {"kv_peer": "tcp://a"}, {"fetches_blocks": False}),
+    ({"pipeline_parallel_size": 2, "batch_queue_depth": 3,
+      "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, {}, {"drafts_in_flight": 6}),
+])  # fmt: skip
+def test_sizes_are_those_of_all_ranks(
+    config: dict[str, object], changes: dict[str, object], expected: dict[str, object]
+) -> None:
+    """`changes`: what only one of the ranks has."""
+    names = "ab"
+    g = registered(*names, **{"tensor_parallel_size": 3 - int(config.get("pipeline_parallel_size", 1))} | config)
+    loaded = msgspec.structs.replace(LOADED, epoch=1)
+    g.send("a", msgspec.structs.replace(loaded, **changes))
+    g.send("b", loaded)
+    *_, started = g.send(names, Ready(1))
+    assert isinstance(started, Started)
+    assert {name: getattr(started.limits, name) for name in expected} == expected
+    assert started.kv_peers == ()
+
+
+def test_an_epoch_is_later_than_every_one_that_a_worker_knows() -> None:
+    """The clock may have gone back between two schedulers."""
+    g = group()
+    g.register("a", epoch=7)
+    assert g.epoch == 8
+
+
+def test_only_the_rank_that_samples_may_return_results() -> None:
+    g = serving("a", "b", tensor_parallel_size=2)
+    assert [g.may_return(peer, g.epoch) for peer in (b"a", b"b", b"c")] == [True, False, False]
+
+
+@pytest.mark.parametrize(("is_idle", "seconds"), [(False, STOP_SETTLE), (True, 0.0)])
+def test_ranks_that_a_signal_has_stopped_leave_together(is_idle: bool, seconds: float) -> None:
+    """With open requests they leave some time after the first of them was stopped."""
+    g = serving("a", "b", tensor_parallel_size=2)
+    for name, at in (("a", 10.0), ("b", 11.0), ("a", 11.5)):
+        g.send(name, Heartbeat(1, 0, is_stopped=True), at)
+    if not is_idle:
+        g.release_stopped(11.9, is_idle)
+        assert g.actions() == []
+    g.release_stopped(10.0 + seconds, is_idle)
+    assert sent(g.actions(), Shutdown).keys() == {"a", "b"}
+    assert (g.names, g.is_stopped) == ("", True)
+    g.serve("c", "d", at=12.0)
+    assert not g.is_stopped
+
+
 def test_more_blocks_than_the_workers_hold_are_refused_by_flag() -> None:
     g = registered("a", num_gpu_blocks_override=2000)
     actions = g.send("a", replace_blocks(1000, 1))
@@ -594,6 +647,7 @@ def test_a_group_none_of_whose_ranks_makes_progress_is_given_up() -> None:
     g = registered("a", "b", tensor_parallel_size=2)
     g.send("ab", Heartbeat(1, 0), 1.0)
     g.send("a", LoadProgress("weights", 0.5), 100.0)
+    assert g.status.progress == 0.25
     g.send("ab", Heartbeat(1, 0), 100.0 + LOAD_STALL)
     assert g.check_at(100.0 + LOAD_STALL) == []
     ends = sent(g.check_at(100.1 + LOAD_STALL), EndEpoch)
@@ -855,9 +909,9 @@ def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
         )
 
     loaded = msgspec.structs.replace(LOADED, num_blocks=6, epoch=g.epoch)
-    g.send("a", msgspec.structs.replace(loaded, held=held(b4="p", b0="q", b1="r", b2="s", b9="t")))
+    g.send("a", msgspec.structs.replace(loaded, held=held(b4="p", b0="q", b1="r", b2="s", b6="t")))
     inits = sent(
-        g.send("b", msgspec.structs.replace(loaded, held=held(b0="q", b1="x", b4="p", b9="t", b3="u"))), InitializeCache
+        g.send("b", msgspec.structs.replace(loaded, held=held(b0="q", b1="x", b4="p", b6="t", b3="u"))), InitializeCache
     )
     assert {init.canary_block for init in inits.values() if isinstance(init, InitializeCache)} == {1}
     *_, started = g.send("ab", Ready(g.epoch))
@@ -929,9 +983,10 @@ def test_the_state_is_reported_while_there_are_requests_and_once_more() -> None:
     assert (is_due(0.0), is_due(0.0)) == (True, False)
 
 
-def test_engines_that_serve_a_context_with_other_factors_of_longrope_are_not_equal() -> None:
-    def identity(context: int, longrope: str) -> str:
-        g = registered("a")
+def test_engines_of_other_weights_or_factors_of_longrope_are_not_equal() -> None:
+    def identity(context: int, longrope: str, **changes: str) -> str:
+        g = group()
+        g.register("a", **changes)
         g.send(
             "a", msgspec.structs.replace(LOADED, num_blocks=2, max_model_len=context, longrope=longrope, epoch=g.epoch)
         )
@@ -944,3 +999,5 @@ def test_engines_that_serve_a_context_with_other_factors_of_longrope_are_not_equ
 
     assert identity(32, "short") != identity(512, "long")
     assert identity(32, "") == identity(512, ""), "the cache lowers the context, and nothing else depends on it"
+    others = [{"backend": "native"}, {"model_hash": "another"}, {"dtype": "bfloat16"}]
+    assert len({identity(32, "", **changes) for changes in ({}, *others)}) == 4

@@ -536,6 +536,7 @@ async def test_a_request_that_engines_reject_goes_to_one_that_has_less_of_its_pr
             owner.refuse(stream.number, "full", reason=FinishReason.REJECTED)
             await engines.until(lambda: any(engine.requests for engine in others))
             [owner] = [engine for engine in others if engine.requests]
+            engines.client.check_load()  # that one has room
 
 
 @pytest.mark.parametrize("identity", [MODEL, OTHER_MODEL])
@@ -550,6 +551,18 @@ async def test_requests_are_shed_if_no_engine_that_could_get_them_has_room(tmp_p
         await engines.until(lambda: stream.end is not None)
         with pytest.raises(APIError, match="overloaded"):
             engines.client.check_load()
+        assert engines.client.num_shed == 1
+
+
+async def test_an_answer_with_choices_on_two_engines_is_aborted_on_both(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        first, owner, other = await engines.submit([1])
+        second, *_ = await engines.submit([2])
+        if not other.requests:
+            owner.send(second.number, 0, ends=True, why=FinishReason.REJECTED)
+            await engines.until(lambda: other.requests)
+        engines.client.abort([first, second])
+        await engines.until(lambda: owner.aborted and other.aborted)
 
 
 async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -> None:
@@ -605,6 +618,9 @@ async def test_a_new_request_that_settings_refuse_goes_to_an_engine_with_others(
         await engines.until(lambda: stream.end is not None)
         assert isinstance(stream.end, APIError)
         assert stream.end.status == 503, "it is served later"
+        engines.engines[1].adapted_modules = ("k_proj", "q_proj")
+        engines.engines[1].send_state()
+        await engines.until(lambda: engines.client.adapted_modules == ["q_proj"])
 
 
 @pytest.mark.parametrize("how", ["drained", "lost", "drained; changed", "lost; changed"])

@@ -143,6 +143,28 @@ async def test_a_suspect_that_makes_progress_is_cleared() -> None:
     assert [(r.number, r.attempts) for r in requests.reconnect(FOURTH)] == [(1, 1)]
 
 
+async def test_a_suspect_on_trial_gives_way_when_it_ends_and_begins_anew_on_another_connection() -> None:
+    requests = OpenRequests(1, 2)
+    for incarnation in (FIRST, SECOND):
+        requests.reconnect(incarnation)
+    for _ in range(2):
+        assert [r.number for r in requests.reconnect(THIRD)] == [1]
+    requests.ledger.end(1, Finish(1, FinishReason.STOP))
+    assert [r.number for r in requests.connect(THIRD)] == [2]
+
+
+async def test_an_answer_that_another_frontend_began_goes_on_with_its_model_alone() -> None:
+    ledger, stream = RequestLedger(), RecordingStream(ResponseStream(FlushQueue()))
+    stream.number, stream.output = 1, [7]
+    entry = ledger.open(stream, GenerateRequest(1, pack([1]), 1, SamplingParams(9)), 100.0, "one model")
+    ledger.assign(entry, ENGINE)
+    assert ledger.submissions((ENGINE, FIRST), "another model", 100.0) == []
+    assert ledger.waiting == [entry]
+    ledger.assign(entry, OTHER)
+    (again,) = ledger.submissions((OTHER, FIRST), "one model", 100.0)
+    assert (unpack(again.token_ids).tolist(), again.age > 0) == ([1, 7], True), "it precedes new requests"
+
+
 async def test_expulsions_accuse_requests_without_output_and_end_the_one_that_was_alone() -> None:
     """The scheduler reads what comes before a bad message: a request with an output since it was sent was read."""
     requests = submitted(1, 2)

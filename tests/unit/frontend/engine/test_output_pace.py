@@ -19,3 +19,4 @@ def test_a_stall_counts_with_its_length_unless_prompts_are_computed() -> None:
     assert report(pace, 9.0, 400.0, prompts=9.0) == 4.0
     assert report(pace, 10.0, 800.0, prompts=9.0) == 4 * 5.0 / 400
     assert report(pace, 11.0, 800.0, running=0.0) == 0.0
+    assert report(pace, 12.0, 5.0) == 0.0, "another scheduler counts from 0"

@@ -157,6 +157,9 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "qwen3_xml", "<function=f>\n<parameter=a>\nx <parameter=\n<parameter=b>\n1\n</function>\n</tool_call>", "",
         [("f", '{"a": "x <parameter=", "b": 1}')],
     ),
+    (
+        "qwen3_xml", "<function=f><parameter=a>\n  x\n\n</parameter>\n</function>", "", [("f", '{"a": "  x\\n"}')],
+    ),
     ("glm45", glm(VALUES), "", TYPED),
     ("glm45", f"Now{glm(VALUES[:3])}\n{glm(VALUES[:3])}", "Now", FEW * 2),
     ("glm45", "<tool_call>f</tool_call>", "", [("f", "{}")]),
@@ -166,7 +169,7 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("openai", HARMONY, "The answer.", [("get_weather", TWO_ARGUMENTS)]),
     ("openai", "<|channel|>final<|message|>Hi <b>", "Hi <b>", []),
     ("openai", f"<|channel|>commentary to=get_weather json<|message|>{TWO_ARGUMENTS}<|call|>", "", BOTH[1:]),
-    ("openai", "<|channel|>commentary to=python<|message|>1<|call|>", "1", []),
+    ("openai", '<|channel|>commentary to=python<|message|>{"a": 1}<|call|>', '{"a": 1}', []),
     (
         "openai",
         f" to=functions.get_weather<|channel|>commentary json<|message|>{TWO_ARGUMENTS}<|call|>",
@@ -217,6 +220,7 @@ NO_CALLS: list[tuple[str, str]] = [
     ("granite", "[1, 2] and <tool_call>nothing"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>none"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```python\n{}"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f g\n```json\n{}"),
     ("qwen3_xml", "<tool_call>\n<function=f g></function>"),
     ("qwen3_xml", "a <function> of x"),
     ("glm45", "<tool_call>f g</tool_call>"),
@@ -226,6 +230,7 @@ NO_CALLS: list[tuple[str, str]] = [
     ("llama4_pythonic", "<|python_start|>print('x')<|python_end|>"),
     ("llama4_pythonic", "f(a=1)"),
     ("openai", "no marks at < all"),
+    ("openai", "to be"),
 ]
 
 
@@ -247,6 +252,7 @@ def test_call_that_breaks_after_its_name_is_content_of_a_whole_answer_and_partly
     content, ((name, arguments),) = read(FORMATS["hermes"], text)
     assert name == "f"
     assert broken.endswith(arguments + content.removeprefix("x").rstrip("y ").lstrip()) or arguments in broken
+    assert read(FORMATS["hermes"], f"{text} <tool_call>{TWO}")[1][1:] == BOTH[1:]
     parser = FORMATS["hermes"](NAMES, True)
     parser.push(text)
     parser.push("", is_last=True)
