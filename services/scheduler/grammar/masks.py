@@ -89,7 +89,7 @@ class MaskThread:
         self._jobs: queue.SimpleQueue[tuple[list[_Job], float] | None] = queue.SimpleQueue()
         """For the thread: masks to be made together, with the time of their submission."""
         self._submitted: list[_Job] = []
-        """Quick ones, for `start`."""
+        """Quick ones, for `take`."""
         self._pace = quick
         """Mean seconds of the last quick masks."""
         self._quick: WeakSet[Grammar] = WeakSet()
@@ -104,7 +104,7 @@ class MaskThread:
         self._wakeup = LoopWakeup()
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable when there is something to `start` or to `take`."""
+        """Return a file descriptor that is readable when there is something to `take`."""
         return self._wakeup.fileno()
 
     def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
@@ -113,20 +113,9 @@ class MaskThread:
             self._hand_over([job])
         else:
             if not self._submitted:
-                self._wakeup.set()  # the loop must not sleep before `start`
+                self._wakeup.set()  # the loop must not sleep before `take`
             self._submitted.append(job)
         return None
-
-    def start(self) -> None:
-        """Make the quick masks that were submitted, if they take `IN_LOOP` together. Let the thread make those that are
-        left when this time has passed, because some have become slow."""
-        jobs, self._submitted = self._submitted, []
-        if jobs and len(jobs) * self._pace <= IN_LOOP:
-            ends = time.monotonic() + IN_LOOP
-            while jobs and time.monotonic() <= ends:
-                self._make([jobs.pop(0)])
-        if jobs:
-            self._hand_over(jobs)
 
     def _hand_over(self, jobs: list[_Job]) -> None:
         if self._thread is None:
@@ -136,15 +125,39 @@ class MaskThread:
         self._jobs.put((jobs, time.monotonic()))
 
     def take(self) -> list[tuple[int, Masks]]:
-        """Return each result once: (ticket, masks)."""
+        """Return each result once: (ticket, masks). The quick masks that were submitted are made now."""
         self._wakeup.clear()
-        taken: list[tuple[int, Masks]] = []
+        taken = self._make_in_loop()
         while self._made:
             jobs, made, seconds = self._made.popleft()
             if isinstance(made, Exception):
                 raise made
             self._judge(jobs, seconds)
             taken += [(job.ticket, masks) for job, masks in zip(jobs, made, strict=True)]
+        return taken
+
+    def _make_in_loop(self) -> list[tuple[int, Masks]]:
+        """Make the quick masks that were submitted, if they take `IN_LOOP` together. Let the thread make those that are
+        left when this time has passed, because some have become slow."""
+        jobs, self._submitted = self._submitted, []
+        taken: list[tuple[int, Masks]] = []
+        if jobs and len(jobs) * self._pace <= IN_LOOP:
+            began = now = time.monotonic()
+            used, paused, all_quick = time.thread_time(), 0.0, True
+            for ticket, grammar, draft_ids, num_words in jobs:
+                if now - began - paused > IN_LOOP:
+                    break
+                taken.append((ticket, make_masks(grammar, draft_ids, num_words)))
+                before, now = now, time.monotonic()
+                if now - before > self._quick_seconds:  # perhaps others had the processor or the lock meanwhile
+                    paused, known = max(paused, now - began - (time.thread_time() - used)), paused
+                    if now - before - (paused - known) > self._quick_seconds:
+                        self._quick.discard(grammar)
+                        all_quick = False
+            if all_quick:
+                self._pace += ((now - began - paused) / len(taken) - self._pace) / 4
+        if len(taken) < len(jobs):
+            self._hand_over(jobs[len(taken) :])
         return taken
 
     def _judge(self, jobs: list[_Job], seconds: float) -> None:
