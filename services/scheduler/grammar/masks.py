@@ -189,14 +189,15 @@ class MaskThread:
 
     def _make(self, jobs: list[_Job]) -> None:
         """Make masks together. The scheduler's loop is woken when no more are to be made, and every `WAKE_INTERVAL`."""
-        started = time.monotonic()
+        started, used = time.monotonic(), time.process_time()
         made: list[Masks] | Exception
         try:
             made = self._masks(jobs)
         except Exception as error:  # the scheduler's thread raises it
             made = error
         ended = time.monotonic()
-        self._made.append((jobs, made, ended - started))
+        seconds = min(ended - started, time.process_time() - used)  # other processes may have had the processor
+        self._made.append((jobs, made, seconds))
         if self._jobs.empty() or ended - self._woken > WAKE_INTERVAL:
             self._woken = ended
             self._wakeup.set()

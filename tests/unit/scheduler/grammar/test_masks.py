@@ -72,6 +72,8 @@ class GrammarClock:
     def thread_time(self) -> float:
         return self.used
 
+    process_time = thread_time
+
 
 class SlowGrammar(Automaton):
     seconds = 0.0
@@ -137,12 +139,16 @@ def test_quick_masks_that_become_slow_in_the_loop_are_left_to_the_thread(
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "sizes"),
-    [((0, 0, 1000, 1000, 1000), [4, 4, 3]), ((0, 0, 0.4, 0.5, 0.7, 1, 1.4, 2, 3), [4, 4, 4, 4, 4, 4, 3])],
-    ids=["at once", "step by step"],
+    ("milliseconds", "is_paused", "sizes"),
+    [
+        ((0, 0, 1000, 1000, 1000), False, [4, 4, 3]),
+        ((0, 0, 0.4, 0.5, 0.7, 1, 1.4, 2, 3), False, [4, 4, 4, 4, 4, 4, 3]),
+        ((0, 0, 1000, 1000, 1000), True, [4, 4, 4, 4]),
+    ],
+    ids=["at once", "step by step", "without the processor"],
 )
 def test_a_grammar_that_becomes_slow_delays_others_once(
-    milliseconds: tuple[float, ...], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    milliseconds: tuple[float, ...], is_paused: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks that took too long together are made one by one the next time, which finds the slow one."""
     monkeypatch.setattr(masks_module, "IN_LOOP", -1.0)
@@ -155,7 +161,7 @@ def test_a_grammar_that_becomes_slow_delays_others_once(
 
     thread, grammars = MaskThread(fill), [SlowGrammar(clock) for _ in range(4)]
     for each in milliseconds:
-        grammars[0].seconds = each / 1000
+        grammars[0].seconds, clock.is_paused = each / 1000, is_paused
         make(thread, *grammars)
     thread.close()
     assert batches == sizes
