@@ -72,8 +72,8 @@ class MaskThread:
 
     A few masks of grammars whose last one was quick are made in the loop. More of them are made together on a thread
     beside it, by one call of the library, which releases the interpreter's lock while it computes. All others are made
-    by the thread one by one. The thread starts with the first mask. The public methods belong to the scheduler's
-    thread. An error of a mask is raised by `take`.
+    by the thread one by one. Time in which others have the processor makes no mask slow. The thread starts with the
+    first mask. The public methods belong to the scheduler's thread. An error of a mask is raised by `take`.
 
     Args:
         fill: as `fill_each`, perhaps faster.
