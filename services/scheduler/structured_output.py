@@ -66,7 +66,6 @@ class StructuredOutput:
                 if time.monotonic() >= ends:
                     break
         if self.mask_thread is not None:
-            self.mask_thread.start()
             for ticket, masks in self.mask_thread.take():
                 engine.on_masks(ticket, masks)
 

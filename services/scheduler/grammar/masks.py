@@ -72,8 +72,8 @@ class MaskThread:
 
     A few masks of grammars whose last one was quick are made in the loop. More of them are made together on a thread
     beside it, by one call of the library, which releases the interpreter's lock while it computes. All others are made
-    by the thread one by one. The thread starts with the first mask. The public methods belong to the scheduler's
-    thread. An error of a mask is raised by `take`.
+    by the thread one by one. Time in which others have the processor makes no mask slow. The thread starts with the
+    first mask. The public methods belong to the scheduler's thread. An error of a mask is raised by `take`.
 
     Args:
         fill: as `fill_each`, perhaps faster.
@@ -89,7 +89,7 @@ class MaskThread:
         self._jobs: queue.SimpleQueue[tuple[list[_Job], float] | None] = queue.SimpleQueue()
         """For the thread: masks to be made together, with the time of their submission."""
         self._submitted: list[_Job] = []
-        """Quick ones, for `start`."""
+        """Quick ones, for `take`."""
         self._pace = quick
         """Mean seconds of the last quick masks."""
         self._quick: WeakSet[Grammar] = WeakSet()
@@ -104,7 +104,7 @@ class MaskThread:
         self._wakeup = LoopWakeup()
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable when there is something to `start` or to `take`."""
+        """Return a file descriptor that is readable when there is something to `take`."""
         return self._wakeup.fileno()
 
     def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
@@ -113,20 +113,9 @@ class MaskThread:
             self._hand_over([job])
         else:
             if not self._submitted:
-                self._wakeup.set()  # the loop must not sleep before `start`
+                self._wakeup.set()  # the loop must not sleep before `take`
             self._submitted.append(job)
         return None
-
-    def start(self) -> None:
-        """Make the quick masks that were submitted, if they take `IN_LOOP` together. Let the thread make those that are
-        left when this time has passed, because some have become slow."""
-        jobs, self._submitted = self._submitted, []
-        if jobs and len(jobs) * self._pace <= IN_LOOP:
-            ends = time.monotonic() + IN_LOOP
-            while jobs and time.monotonic() <= ends:
-                self._make([jobs.pop(0)])
-        if jobs:
-            self._hand_over(jobs)
 
     def _hand_over(self, jobs: list[_Job]) -> None:
         if self._thread is None:
@@ -136,15 +125,39 @@ class MaskThread:
         self._jobs.put((jobs, time.monotonic()))
 
     def take(self) -> list[tuple[int, Masks]]:
-        """Return each result once: (ticket, masks)."""
+        """Return each result once: (ticket, masks). The quick masks that were submitted are made now."""
         self._wakeup.clear()
-        taken: list[tuple[int, Masks]] = []
+        taken = self._make_in_loop()
         while self._made:
             jobs, made, seconds = self._made.popleft()
             if isinstance(made, Exception):
                 raise made
             self._judge(jobs, seconds)
             taken += [(job.ticket, masks) for job, masks in zip(jobs, made, strict=True)]
+        return taken
+
+    def _make_in_loop(self) -> list[tuple[int, Masks]]:
+        """Make the quick masks that were submitted, if they take `IN_LOOP` together. Let the thread make those that are
+        left when this time has passed, because some have become slow."""
+        jobs, self._submitted = self._submitted, []
+        taken: list[tuple[int, Masks]] = []
+        if jobs and len(jobs) * self._pace <= IN_LOOP:
+            began = now = time.monotonic()
+            used, paused, all_quick = time.thread_time(), 0.0, True
+            for ticket, grammar, draft_ids, num_words in jobs:
+                if now - began - paused > IN_LOOP:
+                    break
+                taken.append((ticket, make_masks(grammar, draft_ids, num_words)))
+                before, now = now, time.monotonic()
+                if now - before > self._quick_seconds:  # perhaps others had the processor or the lock meanwhile
+                    paused, known = max(paused, now - began - (time.thread_time() - used)), paused
+                    if now - before - (paused - known) > self._quick_seconds:
+                        self._quick.discard(grammar)
+                        all_quick = False
+            if all_quick:
+                self._pace += ((now - began - paused) / len(taken) - self._pace) / 4
+        if len(taken) < len(jobs):
+            self._hand_over(jobs[len(taken) :])
         return taken
 
     def _judge(self, jobs: list[_Job], seconds: float) -> None:
@@ -176,14 +189,15 @@ class MaskThread:
 
     def _make(self, jobs: list[_Job]) -> None:
         """Make masks together. The scheduler's loop is woken when no more are to be made, and every `WAKE_INTERVAL`."""
-        started = time.monotonic()
+        started, used = time.monotonic(), time.process_time()
         made: list[Masks] | Exception
         try:
             made = self._masks(jobs)
         except Exception as error:  # the scheduler's thread raises it
             made = error
         ended = time.monotonic()
-        self._made.append((jobs, made, ended - started))
+        seconds = min(ended - started, time.process_time() - used)  # other processes may have had the processor
+        self._made.append((jobs, made, seconds))
         if self._jobs.empty() or ended - self._woken > WAKE_INTERVAL:
             self._woken = ended
             self._wakeup.set()

@@ -112,9 +112,6 @@ class SimulatedMaskThread:
     def fileno(self) -> int:
         return self._wakeup.fileno()
 
-    def start(self) -> None:
-        """Nothing waits for it."""
-
     def take(self) -> list[tuple[int, Masks]]:
         self._wakeup.inbox.clear()
         made, self._made = list(self._made), deque()

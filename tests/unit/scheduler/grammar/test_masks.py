@@ -62,10 +62,17 @@ class WatchedGrammar(Automaton):
 class GrammarClock:
     """Clock in place of the module `time` that only slow grammars move."""
 
-    now = 0.0
+    now = used = 0.0
+    is_paused = False
+    """Another process has the processor while a mask is made."""
 
     def monotonic(self) -> float:
         return self.now
+
+    def thread_time(self) -> float:
+        return self.used
+
+    process_time = thread_time
 
 
 class SlowGrammar(Automaton):
@@ -79,6 +86,7 @@ class SlowGrammar(Automaton):
 
     def fill(self, mask: np.ndarray) -> None:
         self._clock.now += self.seconds
+        self._clock.used += 0.0 if self._clock.is_paused else self.seconds
         self.in_loop = threading.current_thread() is threading.main_thread()
         super().fill(mask)
 
@@ -86,7 +94,6 @@ class SlowGrammar(Automaton):
 def make(thread: MaskThread, *grammars: Automaton) -> None:
     for ticket, grammar in enumerate(grammars, 1):
         thread.submit(ticket, grammar, [], WORDS)
-    thread.start()
     made = list[int]()
     while len(made) < len(grammars):
         assert select.select([thread.fileno()], [], [], 10)[0]
@@ -111,27 +118,37 @@ def test_few_masks_of_quick_grammars_are_made_in_the_loop(
     assert [maker is not threading.current_thread() for maker in makers] == beside
 
 
-def test_quick_masks_that_become_slow_in_the_loop_are_left_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one takes longer than the loop may be held up, and was begun."""
+@pytest.mark.parametrize(("is_paused", "in_loop"), [(False, [True, False, False]), (True, [True, True, True])])
+def test_quick_masks_that_become_slow_in_the_loop_are_left_to_the_thread(
+    is_paused: bool, in_loop: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one takes longer than the loop may be held up, and was begun. Without the processor no mask is slow."""
     monkeypatch.setattr(masks_module, "IN_LOOP", 1.0)
     monkeypatch.setattr(masks_module, "time", clock := GrammarClock())
     thread, grammars = MaskThread(), [SlowGrammar(clock) for _ in range(3)]
     for seconds in (0.0, 0.0, 2.0):
         for grammar in grammars:
             grammar.seconds = seconds
+        clock.is_paused = is_paused and seconds > 0.0
         make(thread, *grammars)
-    thread.close()
-    assert [grammar.in_loop for grammar in grammars] == [True, False, False]
+    assert [grammar.in_loop for grammar in grammars] == in_loop
     assert clock.now == 6.0, "each was made once"
+    make(thread, *grammars)
+    assert [grammar.in_loop for grammar in grammars] == [is_paused] * 3
+    thread.close()
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "sizes"),
-    [((0, 0, 1000, 1000, 1000), [4, 4, 3]), ((0, 0, 0.4, 0.5, 0.7, 1, 1.4, 2, 3), [4, 4, 4, 4, 4, 4, 3])],
-    ids=["at once", "step by step"],
+    ("milliseconds", "is_paused", "sizes"),
+    [
+        ((0, 0, 1000, 1000, 1000), False, [4, 4, 3]),
+        ((0, 0, 0.4, 0.5, 0.7, 1, 1.4, 2, 3), False, [4, 4, 4, 4, 4, 4, 3]),
+        ((0, 0, 1000, 1000, 1000), True, [4, 4, 4, 4]),
+    ],
+    ids=["at once", "step by step", "without the processor"],
 )
 def test_a_grammar_that_becomes_slow_delays_others_once(
-    milliseconds: tuple[float, ...], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    milliseconds: tuple[float, ...], is_paused: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks that took too long together are made one by one the next time, which finds the slow one."""
     monkeypatch.setattr(masks_module, "IN_LOOP", -1.0)
@@ -144,7 +161,7 @@ def test_a_grammar_that_becomes_slow_delays_others_once(
 
     thread, grammars = MaskThread(fill), [SlowGrammar(clock) for _ in range(4)]
     for each in milliseconds:
-        grammars[0].seconds = each / 1000
+        grammars[0].seconds, clock.is_paused = each / 1000, is_paused
         make(thread, *grammars)
     thread.close()
     assert batches == sizes
