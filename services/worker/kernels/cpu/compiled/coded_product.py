@@ -236,6 +236,22 @@ def _multiply_decoded(
 
 
 @njit(inline="always")
+def _round_rows(a, start, rows, steps, limit, to):  # type: ignore[no-untyped-def]
+    """Round rows of activations from `start` on. One row alone gets the form for codes that are bytes."""
+    size = 2 if a.half else 4
+    for row in range(rows):
+        x, rounded = a.x + (start + row) * a.inputs * size, to + row * size_of_row(steps)
+        if a.half and rows == 1:
+            round_row(x, steps, limit, rounded, 1, BYTES)
+        elif a.half:
+            round_row(x, steps, limit, rounded, 1, 0)
+        elif rows == 1:
+            round_row(x, steps, limit, rounded, 0, BYTES)
+        else:
+            round_row(x, steps, limit, rounded, 0, 0)
+
+
+@njit(inline="always")
 def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
     """Add the bias to sums, float32[rows, BLOCK], and store the outputs from `first` on."""
     size, short = a.out_bytes, a.out_bytes == 2
@@ -296,18 +312,9 @@ def coded_product_kernel(inputs: int) -> Kernel:
                     tiles.ahead_bytes = span_bytes // PANELS
                 # Each part of the rows reads as many of the codes that are needed next
                 ahead_bytes = span_bytes // PANELS * WIDTH // (TURNS * ((rows + ROWS - 1) // ROWS))
-                for row in range(rows):
-                    x, to = (start + row) * a.inputs, rounded + row * row_bytes
-                    if a.half and rows == 1:
-                        round_row(a.x + x * 2, steps, limit, to, 1, BYTES)
-                    elif a.half:
-                        round_row(a.x + x * 2, steps, limit, to, 1, 0)
-                    elif rows == 1:
-                        round_row(a.x + x * 4, steps, limit, to, 0, BYTES)
-                    else:
-                        round_row(a.x + x * 4, steps, limit, to, 0, 0)
-                    if is_tiled:
-                        split_row(to, steps, row, tiles.tiles, tiles.bytes)
+                _round_rows(a, start, rows, steps, limit, rounded)
+                for row in range(rows * is_tiled):
+                    split_row(rounded + row * row_bytes, steps, row, tiles.tiles, tiles.bytes)
             block, later = item - first_item, following - first_item
             while later >= items:
                 later -= items
