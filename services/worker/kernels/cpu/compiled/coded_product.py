@@ -292,8 +292,7 @@ def coded_product_kernel(inputs: int) -> Kernel:
         task.x, task.row_bytes, task.row_steps = rounded, row_bytes, steps
         tiles = carray(raw.pointer(tile_place), 1, TILE_TASK)[0]
         if has_tiles:
-            tiles.decoded, tiles.scale_steps, tiles.has_minima = decoded, scale_steps, has_minima
-            tiles.x, tiles.row_bytes, tiles.row_steps = rounded, row_bytes, steps
+            tiles.decoded, tiles.x, tiles.row_bytes, tiles.row_steps = decoded, rounded, row_bytes, steps
             tiles.room, tiles.configured = tile_place + TASK_BYTES, 0
             tiles.bytes = tiles.room + ROOM
         # Kept from item to item: no item needs a division
@@ -309,12 +308,13 @@ def coded_product_kernel(inputs: int) -> Kernel:
                 is_tiled = has_tiles and rows >= LEAST_ROWS
                 if is_tiled:
                     tiles.rows, tiles.tiles = rows, (rows + TILE_ROWS - 1) // TILE_ROWS
-                    tiles.ahead_bytes = span_bytes // PANELS
+                    tiles.tile_rows, tiles.configured = (rows + tiles.tiles - 1) // tiles.tiles, 0  # equal tiles
+                    tiles.ahead_bytes = (span_bytes // PANELS // (SPAN // 2 * tiles.tiles) + 63) // 64 * 64
                 # Each part of the rows reads as many of the codes that are needed next
                 ahead_bytes = span_bytes // PANELS * WIDTH // (TURNS * ((rows + ROWS - 1) // ROWS))
                 _round_rows(a, start, rows, steps, limit, rounded)
                 for row in range(rows * is_tiled):
-                    split_row(rounded + row * row_bytes, steps, row, tiles.tiles, tiles.bytes)
+                    split_row(rounded + row * row_bytes, steps, row, tiles.tiles, tiles.tile_rows, tiles.bytes)
             block, later = item - first_item, following - first_item
             while later >= items:
                 later -= items
@@ -337,7 +337,7 @@ def coded_product_kernel(inputs: int) -> Kernel:
                     done = rows if is_few or is_tiled else 0
                     codes = ahead + panel * (span_bytes // PANELS)
                     if is_tiled:
-                        tiles.first, tiles.steps, tiles.out, tiles.ahead = step, task.steps, out, codes
+                        tiles.first, tiles.out, tiles.ahead = step, out, codes
                         raw.call(a.tiles, tile_place)
                     while done < rows:
                         # Equal parts: seven rows are four and three
