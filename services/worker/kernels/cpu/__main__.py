@@ -62,7 +62,7 @@ if TILES in FEATURES:
 
     KERNELS.insert(0, (tile_product_kernel, [(False, 1), (True, 1)]))
     KERNELS.insert(1, (tile_attention_kernel, [()]))
-    KERNELS.insert(2, (tile_multiplier, [()]))
+    KERNELS.insert(2, (tile_multiplier, [(8, True), (4, False)]))
     KERNELS.extend((decoder, [(KINDS.index(name),)]) for name in COMMON)
 elif PAIRS in FEATURES:
     from services.worker.kernels.cpu.compiled.pair_product import pair_product_kernel

@@ -66,8 +66,10 @@ def _kernel_of(panels: PackedRows, choice: KernelChoice) -> tuple[Kernel, int, i
         return kernel, block, tile_product.CHUNK, (format_address(panels), *decoder)
     if not coded:
         return pair_product.pair_product_kernel(inputs), pair_product.BLOCK, pair_product.CHUNK, ()
-    tiles = choice.own == TILES and FORMATS[panels.layout].scale_steps > 1
-    more = format_address(panels), int(choice.own is not None), tile_multiplier() if tiles else 0
+    own, tiles = FORMATS[panels.layout], 0
+    if choice.own == TILES and own.scale_steps > 1:
+        tiles = tile_multiplier(own.scale_steps, own.has_minima)
+    more = format_address(panels), int(choice.own is not None), tiles
     return coded_product.coded_product_kernel(inputs), coded_product.BLOCK, coded_product.CHUNK, more
 
 

@@ -236,6 +236,22 @@ def _multiply_decoded(
 
 
 @njit(inline="always")
+def _round_rows(a, start, rows, steps, limit, to):  # type: ignore[no-untyped-def]
+    """Round rows of activations from `start` on. One row alone gets the form for codes that are bytes."""
+    size = 2 if a.half else 4
+    for row in range(rows):
+        x, rounded = a.x + (start + row) * a.inputs * size, to + row * size_of_row(steps)
+        if a.half and rows == 1:
+            round_row(x, steps, limit, rounded, 1, BYTES)
+        elif a.half:
+            round_row(x, steps, limit, rounded, 1, 0)
+        elif rows == 1:
+            round_row(x, steps, limit, rounded, 0, BYTES)
+        else:
+            round_row(x, steps, limit, rounded, 0, 0)
+
+
+@njit(inline="always")
 def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
     """Add the bias to sums, float32[rows, BLOCK], and store the outputs from `first` on."""
     size, short = a.out_bytes, a.out_bytes == 2
@@ -276,8 +292,7 @@ def coded_product_kernel(inputs: int) -> Kernel:
         task.x, task.row_bytes, task.row_steps = rounded, row_bytes, steps
         tiles = carray(raw.pointer(tile_place), 1, TILE_TASK)[0]
         if has_tiles:
-            tiles.decoded, tiles.scale_steps, tiles.has_minima = decoded, scale_steps, has_minima
-            tiles.x, tiles.row_bytes, tiles.row_steps = rounded, row_bytes, steps
+            tiles.decoded, tiles.x, tiles.row_bytes, tiles.row_steps = decoded, rounded, row_bytes, steps
             tiles.room, tiles.configured = tile_place + TASK_BYTES, 0
             tiles.bytes = tiles.room + ROOM
         # Kept from item to item: no item needs a division
@@ -293,21 +308,13 @@ def coded_product_kernel(inputs: int) -> Kernel:
                 is_tiled = has_tiles and rows >= LEAST_ROWS
                 if is_tiled:
                     tiles.rows, tiles.tiles = rows, (rows + TILE_ROWS - 1) // TILE_ROWS
-                    tiles.ahead_bytes = span_bytes // PANELS
+                    tiles.tile_rows, tiles.configured = (rows + tiles.tiles - 1) // tiles.tiles, 0  # equal tiles
+                    tiles.ahead_bytes = (span_bytes // PANELS // (SPAN // 2 * tiles.tiles) + 63) // 64 * 64
                 # Each part of the rows reads as many of the codes that are needed next
                 ahead_bytes = span_bytes // PANELS * WIDTH // (TURNS * ((rows + ROWS - 1) // ROWS))
-                for row in range(rows):
-                    x, to = (start + row) * a.inputs, rounded + row * row_bytes
-                    if a.half and rows == 1:
-                        round_row(a.x + x * 2, steps, limit, to, 1, BYTES)
-                    elif a.half:
-                        round_row(a.x + x * 2, steps, limit, to, 1, 0)
-                    elif rows == 1:
-                        round_row(a.x + x * 4, steps, limit, to, 0, BYTES)
-                    else:
-                        round_row(a.x + x * 4, steps, limit, to, 0, 0)
-                    if is_tiled:
-                        split_row(to, steps, row, tiles.tiles, tiles.bytes)
+                _round_rows(a, start, rows, steps, limit, rounded)
+                for row in range(rows * is_tiled):
+                    split_row(rounded + row * row_bytes, steps, row, tiles.tiles, tiles.tile_rows, tiles.bytes)
             block, later = item - first_item, following - first_item
             while later >= items:
                 later -= items
@@ -330,7 +337,7 @@ def coded_product_kernel(inputs: int) -> Kernel:
                     done = rows if is_few or is_tiled else 0
                     codes = ahead + panel * (span_bytes // PANELS)
                     if is_tiled:
-                        tiles.first, tiles.steps, tiles.out, tiles.ahead = step, task.steps, out, codes
+                        tiles.first, tiles.out, tiles.ahead = step, out, codes
                         raw.call(a.tiles, tile_place)
                     while done < rows:
                         # Equal parts: seven rows are four and three

@@ -13,36 +13,34 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit
-from numba.core import cgutils, types
+from numba.core import types
 
 from services.worker.kernels.cpu.compiled import amx, raw
 from services.worker.kernels.cpu.compiled.block_formats import MINIMA_AT, NUMBERS_BYTES, PANELS, SCALES_AT, SPAN, STEP
-from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store, times
+from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store
 from services.worker.kernels.cpu.compiled.code_tile import CodeTile
 from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.simd import I16, I64, LANES, VF, VI
 from services.worker.kernels.cpu.thread_team import compiled
 
-LEAST_ROWS = 24
-"""Fewer rows do not pay for the bytes of the panels."""
+LEAST_ROWS = 13
+"""Fewer rows do not pay for the bytes of the panels: with memory to be read, at 12 rows, they take as long."""
 TILE_TASK = np.dtype(
     [
         ("decoded", np.int64),  # address of a span of a decoded panel, whose numbers are overwritten by their bytes
-        ("steps", np.int64),  # of the span
         ("first", np.int64),  # step of the span
-        ("scale_steps", np.int64),
-        ("has_minima", np.int64),
         ("rows", np.int64),  # 0: release the tiles
         ("x", np.int64),  # address of the first rounded row
         ("row_bytes", np.int64),
         ("row_steps", np.int64),
         ("bytes", np.int64),  # address of the split rows
         ("tiles", np.int64),  # number of tiles of all rows
+        ("tile_rows", np.int64),  # of each of them; the last one may have fewer
         ("out", np.int64),  # float32[rows, PANELS, 16], to which products are added
         ("ahead", np.int64),  # address of codes that are decoded later: they are read from memory meanwhile
-        ("ahead_bytes", np.int64),  # how many of them
+        ("ahead_bytes", np.int64),  # of them for each two steps of a tile: all at once would stop the processor
         ("room", np.int64),  # ROOM bytes to write to
-        ("configured", np.int64),  # 0 before the first call
+        ("configured", np.int64),  # 0 before the first call with this `tile_rows`
     ]
 )
 """Arguments of a `tile_multiplier`."""
@@ -50,7 +48,7 @@ _PARTS = 4
 """Tiles of sums: by the bytes of inputs and of weights."""
 ROOM = 64 + 2 * _PARTS * amx.TILE_BYTES
 """Bytes for a configuration and for the sums of up to two scales in a span."""
-_FINISHED = 8
+_FINISHED = amx.ROWS // 2
 """Largest number of rows whose sums are scaled together."""
 
 
@@ -79,58 +77,56 @@ def _split(builder: Any, address: Any, lower: Any, upper: Any, are_neighbours: i
 
 
 @njit(inline="always")
-def split_row(x, steps, row, tiles, to):  # type: ignore[no-untyped-def]
+def split_row(x, steps, row, tiles, tile_rows, to):  # type: ignore[no-untyped-def]
     """Write the bytes of rounded row number `row` to int8[spans, tiles, SPAN // 2, 2, 16, 64]: tiles of the lower bytes
-    of two steps, and of the upper ones."""
+    of two steps, and of the upper ones. The first `tile_rows` rows of a tile are used."""
     for number in range(steps // 2):
-        tile = (number // (SPAN // 2) * tiles + row // amx.ROWS) * (SPAN // 2) + number % (SPAN // 2)
-        place = to + tile * 2 * amx.TILE_BYTES + row % amx.ROWS * 64
+        tile = (number // (SPAN // 2) * tiles + row // tile_rows) * (SPAN // 2) + number % (SPAN // 2)
+        place = to + tile * 2 * amx.TILE_BYTES + row % tile_rows * 64
         _split(x + number * 4 * STEP, place, place + amx.TILE_BYTES, 1)
 
 
-@emits(types.void, *(types.int64,) * 11)
+@emits(types.void, CONSTANT, CONSTANT, *(types.int64,) * 8)
 def _add_sums(
-    builder: Any, rows: Any, x: Any, row_bytes: Any, steps: Any, first: Any, groups: Any, scale_steps: Any,
-    has_minima: Any, decoded: Any, tiles: Any, out: Any
+    builder: Any, scale_steps: int, has_minima: bool, rows: Any, x: Any, row_bytes: Any, steps: Any, first: Any,
+    decoded: Any, tiles: Any, out: Any
 ) -> None:  # fmt: skip
     """Scale the sums of up to `_FINISHED` rows of a span of a panel, and add them to float32[rows, PANELS, 16].
 
     Args:
-        groups: number of scales
         decoded: address of the panel
-        tiles: address of the first row in int32[groups, 2, 2, 16, 16]: sums by the bytes of inputs and of weights
+        tiles: address of the first row in int32[SPAN // scale_steps, 2, 2, 16, 16]: sums by the bytes of inputs and of
+            weights
     """
 
     def add(rows: int) -> None:
         tile, panel = CodeTile(builder, rows, 1, x, row_bytes, steps, first), ir.Constant(I64, 0)
-        sums = tile.vectors(VI, 1)
+        sums, eight = tile.vectors(VI, 1), ir.Constant(VI, [8] * LANES)
 
-        def loaded(index: Any, more: int) -> list[Any]:
-            return [load(builder, moved(builder, builder.add(decoded, times(builder, index, 64)), more), VF, 4)]
+        def loaded(index: int, more: int) -> list[Any]:
+            return [load(builder, moved(builder, decoded, more + 64 * index), VF, 4)]
 
-        with cgutils.for_range(builder, groups) as outer:
-            start = builder.mul(outer.index, scale_steps)
-            with cgutils.for_range(builder, builder.mul(scale_steps, has_minima)) as loop:
-                step = builder.add(start, loop.index)
-                tile.add_minima(loaded(step, MINIMA_AT), builder.add(first, step), panel)
-            at = builder.add(tiles, times(builder, outer.index, _PARTS * amx.TILE_BYTES))
+        for group in range(SPAN // scale_steps):
+            for step in range(group * scale_steps, (group + 1) * scale_steps) if has_minima else ():
+                tile.add_minima(loaded(step, MINIMA_AT), moved(builder, first, step), panel)
             for row, (place,) in enumerate(sums):
+                at = group * _PARTS * amx.TILE_BYTES + row * 64
                 parts = [
-                    load(builder, moved(builder, at, part * amx.TILE_BYTES + row * 64), VI, 4) for part in range(_PARTS)
+                    load(builder, moved(builder, tiles, at + part * amx.TILE_BYTES), VI, 4) for part in range(_PARTS)
                 ]
-                eight = ir.Constant(VI, [8] * LANES)
                 upper = builder.add(builder.add(parts[1], parts[2]), builder.shl(parts[3], eight))
                 builder.store(builder.add(parts[0], builder.shl(upper, eight)), place)
-            tile.add_scaled(sums, loaded(outer.index, SCALES_AT), panel)
+            tile.add_scaled(sums, loaded(group, SCALES_AT), panel)
         tile.add_to(out)
 
     for_each_size(builder, rows, range(1, _FINISHED + 1), add)
 
 
 @cache
-def tile_multiplier() -> int:
-    """Compile the products of a span of a decoded panel with `LEAST_ROWS` rows or more. Return the address of a C
-    function with the address of a `TILE_TASK`."""
+def tile_multiplier(scale_steps: int, has_minima: bool) -> int:
+    """Compile the products of a span of a decoded panel with `LEAST_ROWS` rows or more, for formats with these two
+    properties. Return the address of a C function with the address of a `TILE_TASK`."""
+    SCALE_STEPS, HAS_MINIMA = scale_steps, has_minima
 
     def multiply(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, TILE_TASK)[0]
@@ -138,16 +134,14 @@ def tile_multiplier() -> int:
             amx.release()
             return
         if a.configured == 0:
-            amx.configure(a.room, amx.ROWS)
+            amx.configure(a.room, a.tile_rows)
             a.configured = 1
-        sums, groups, loads = a.room + 64, a.steps // a.scale_steps, a.scale_steps // 2
-        for number in range(a.steps * NUMBERS_BYTES // 128):
+        ahead, sums, groups, loads = a.ahead, a.room + 64, SPAN // SCALE_STEPS, SCALE_STEPS // 2
+        for number in range(SPAN * NUMBERS_BYTES // 128):
             at = a.decoded + number * 128
             _split(at, at, at + 64, 0)
-            if number * 64 < a.ahead_bytes:
-                raw.prefetch(a.ahead + number * 64, 64)
         x = a.bytes + a.first // SPAN * a.tiles * SPAN * amx.TILE_BYTES
-        for row in range(0, a.rows, amx.ROWS):
+        for row in range(0, a.rows, a.tile_rows):
             at, to = a.decoded, sums
             for _ in range(groups):
                 amx.zero_0()
@@ -155,6 +149,8 @@ def tile_multiplier() -> int:
                 amx.zero_2()
                 amx.zero_3()
                 for _ in range(loads):
+                    raw.prefetch(ahead, a.ahead_bytes)
+                    ahead += a.ahead_bytes
                     amx.load_4(x, 64)
                     amx.load_6(at, 128)
                     amx.multiply_bytes_0()
@@ -170,11 +166,12 @@ def tile_multiplier() -> int:
                 amx.store_2(to + 2 * amx.TILE_BYTES, 64)
                 amx.store_3(to + 3 * amx.TILE_BYTES, 64)
                 to += _PARTS * amx.TILE_BYTES
-            for first in range(row, min(row + amx.ROWS, a.rows), _FINISHED):
+            end = min(row + a.tile_rows, a.rows)
+            part = (a.tile_rows + 1) // 2
+            for first in range(row, end, part):
                 _add_sums(
-                    min(a.rows - first, _FINISHED), a.x + first * a.row_bytes, a.row_bytes, a.row_steps, a.first,
-                    groups, a.scale_steps, a.has_minima, a.decoded, sums + (first - row) * 64,
-                    a.out + first * PANELS * 64,
+                    SCALE_STEPS, HAS_MINIMA, min(end - first, part), a.x + first * a.row_bytes, a.row_bytes,
+                    a.row_steps, a.first, a.decoded, sums + (first - row) * 64, a.out + first * PANELS * 64,
                 )  # fmt: skip
 
     return int(compiled(multiply).address)
