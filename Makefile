@@ -146,7 +146,7 @@ $(RAY)/.installed: $(STAMP)
 
 # A Ray cluster of three hosts, which are network namespaces of this machine: needs root and `ip`. Not part of CI.
 test-ray: $(RAY)/.installed
-	PYTHONPATH=. $(RAY)/bin/python -m pytest tests/ray $(ARGS)
+	PYTHONPATH=. $(RAY)/bin/python -m pytest --timeout=1800 tests/ray $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check

@@ -88,7 +88,7 @@ def test_errors_have_their_classes(client: Anthropic, server: RunningServer) -> 
 
 def test_every_field_of_a_body_is_known(server: RunningServer) -> None:
     """The library's fields are those of the server's document: served, or refused by name."""
-    schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    schemas = httpx.get(f"{server.url}/openapi.json", timeout=60).json()["components"]["schemas"]
     kinds = {
         "MessagesRequest": (
             message_create_params.MessageCreateParamsBase,

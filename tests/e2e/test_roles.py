@@ -16,6 +16,12 @@ PREFILL, DECODE = "0", "1"
 LONG = [f"{name} " + "word " * 600 for name in ("undisturbed", PREFILL, DECODE)]
 """Prefixes of prompts. Each is new to the engines when its turn comes."""
 LENGTH = 600
+PATIENT = """
+from services.scheduler.core import block_loads
+from services.worker.tiers import peers
+block_loads.LEAST_TIMEOUT = peers.PATIENCE = 30.0
+"""
+"""A fetch is not given up because the machine is busy."""
 
 
 def counted(server: ServeProcess, name: str, **labels: str) -> int:
@@ -39,7 +45,7 @@ async def test_long_prompts_are_computed_by_one_engine_and_decoded_by_another(de
     """The answers to compare with are those of depth two."""
     with serving(*NATIVE) as single:
         expected = [await answers_of(single, prefix=prefix) for prefix in ("", *LONG)]
-    with serving(*NATIVE, *ROLES, "--batch-queue-depth", str(depth)) as server:
+    with serving(*NATIVE, *ROLES, "--batch-queue-depth", str(depth), patch=PATIENT) as server:
         server.wait_engines(2)
         assert [engine["role"] for engine in engines_of(server).values()] == ["prefill", "decode"]
         assert await answers_of(server) == expected[0]
@@ -63,7 +69,7 @@ async def test_long_prompts_are_computed_by_one_engine_and_decoded_by_another(de
 def test_blocks_are_there_while_the_next_prompt_is_computed() -> None:
     """Each prompt is a step of its own, which takes much longer than a fetch."""
     device = ("--backend", "sim", "--sim-prefill-token-us", "600", "--max-num-batched-tokens", str(LENGTH))
-    with serving(*device, *ROLES) as server, ThreadPoolExecutor() as pool:
+    with serving(*device, *ROLES, patch=PATIENT) as server, ThreadPoolExecutor() as pool:
         server.wait_engines(2)
         bodies = [{"prompt": [number] * LENGTH, "max_tokens": 2, "ignore_eos": True} for number in range(2)]
         answers = pool.map(lambda body: httpx.post(f"{server.url}/v1/completions", json=body), bodies)
@@ -91,7 +97,7 @@ async def test_blocks_are_fetched_while_the_prompt_is_computed() -> None:
     with serving("--backend", "sim") as single:
         expected = {token: await text_of(single, token) for token in cases}
     device = ("--backend", "sim", "--sim-prefill-token-us", "3000", "--max-num-batched-tokens", "128")
-    with serving(*device, *ROLES) as server:
+    with serving(*device, *ROLES, patch=PATIENT) as server:
         for token, victim in cases.items():
             server.wait_engines(2)
             before, count = counted(server, HITS), moved(server)

@@ -40,6 +40,8 @@ def environment(**more: str) -> dict[str, str]:
         "RAY_health_check_timeout_ms": "2000",
         "RAY_health_check_failure_threshold": "4",
         "RAY_prestart_worker_first_driver": "0",
+        "RAY_raylet_start_wait_time_s": "500",  # a busy machine needs more than 60, and its agents more than 30
+        "RAY_agent_register_timeout_ms": "500000",
         "PYTHONPATH": os.getcwd(),
         **more,
     }

@@ -80,7 +80,7 @@ class Host:
         """Return a command of this machine that runs one on this host."""
         return ["nsenter", "--target", str(self._init), "--mount", "--uts", "--pid", "--net", *words]
 
-    def run(self, words: Sequence[str], environment: dict[str, str], timeout: float = 180) -> str:
+    def run(self, words: Sequence[str], environment: dict[str, str], timeout: float = 600) -> str:
         """Run a command to its end and return its output. Raises: CommandFailed"""
         done = subprocess.run(
             self.command(words),

@@ -111,50 +111,57 @@ async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_no
 
 
 @pytest.fixture
-def rapid_signs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signs of life follow each other within milliseconds. Their limits count them, and no time."""
-    monkeypatch.setattr(engines_module, "SIGN_INTERVAL", 0.002)
-    monkeypatch.setattr(engines_module, "CHECK_INTERVAL", 0.002)
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test sends the signs of life and checks for their answers, so that their order is fixed."""
+    monkeypatch.setattr(engines_module, "CHECK_INTERVAL", 3600.0)
 
 
-@pytest.mark.usefixtures("rapid_signs")
+async def exchange_sign(client: EngineClient, scheduler: ScriptedEngine) -> None:
+    """Send a sign of life, wait for the state that the scheduler sends after it, and check."""
+    number, connection = scheduler.num_signs + 1, client.engines["0"].connection
+    connection.send_sign()
+    while client.state.stats.get("num_signs") != number:
+        scheduler.turn()
+        await asyncio.sleep(0)
+    connection.check(0.0)
+
+
+async def until_ready(client: EngineClient, scheduler: ScriptedEngine) -> None:
+    while not client.ready:
+        scheduler.turn()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.usefixtures("no_clock")
 async def test_a_scheduler_that_hears_nothing_is_left_although_it_sends_states(tmp_path: Path) -> None:
     scheduler = ScriptedEngine(f"ipc://{tmp_path}/c", 7)
     client = EngineClient(numbered([scheduler.server.endpoint]), 1, 5.0, 300.0, 600.0)
     async with connected(client):
-        while scheduler.num_signs < 40:
-            scheduler.turn()
-            await asyncio.sleep(0)
-        assert client.ready
-        assert len(scheduler.peers) == 1
-        scheduler.deaf_after = 40
-        while client.ready:
-            scheduler.turn()
-            await asyncio.sleep(0)
-        assert 40 < scheduler.num_signs <= 47, "the seventh sign without an answer is the last one"
+        await until_ready(client, scheduler)
+        for _ in range(20):
+            await exchange_sign(client, scheduler)
+        scheduler.deaf_after = scheduler.num_signs
+        for _ in range(6):
+            await exchange_sign(client, scheduler)
+            assert client.ready
+        await exchange_sign(client, scheduler)
+        assert not client.ready, "the seventh sign without an answer is the last one"
         assert client.state.phase is EnginePhase.RECOVERING
         scheduler.deaf_after = None
-        while not client.ready:
-            scheduler.turn()
-            await asyncio.sleep(0)
+        await until_ready(client, scheduler)
         assert len(scheduler.peers) == 2
     scheduler.close()
 
 
-@pytest.mark.usefixtures("rapid_signs")
+@pytest.mark.usefixtures("no_clock")
 async def test_an_engine_with_a_rank_that_does_not_answer_is_not_ready(tmp_path: Path) -> None:
     scheduler = ScriptedEngine(f"ipc://{tmp_path}/c", 7)
     client = EngineClient(numbered([scheduler.server.endpoint]), 1, 5.0, 300.0, 600.0)
     async with connected(client):
+        await until_ready(client, scheduler)
         for unanswered, ready in (([5.0, 0.0], True), ([5.0, 6.0], False), ([0.0, 0.0], True)):
             scheduler.unanswered = unanswered
-            while client.ready is not ready:
-                scheduler.turn()
-                await asyncio.sleep(0)
-            before = scheduler.num_signs
-            while scheduler.num_signs < before + 10:
-                scheduler.turn()
-                await asyncio.sleep(0)
+            await exchange_sign(client, scheduler)
             assert client.ready is ready
             if not ready:
                 assert client.state.detail == "rank 1 does not answer the scheduler"

@@ -96,8 +96,7 @@ class ScriptedEngine:
         state = EngineState(
             self.phase, self.detail, incarnation=self.incarnation, identity=self.identity, max_model_len=100, lease=1,
             block_size=BLOCK, round_trips=RoundTrips(heard, self.unanswered), info={"role": self.role},
-            kv_peers=self.kv_peers,
-            adapted_modules=self.adapted_modules,
+            kv_peers=self.kv_peers, adapted_modules=self.adapted_modules, stats={"num_signs": self.num_signs},
         )  # fmt: skip
         with contextlib.suppress(PeerGone):  # the frontend has left this engine
             self.server.send(self.peers[-1], state)

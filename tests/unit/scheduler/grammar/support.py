@@ -21,7 +21,7 @@ WORDS = -(-N_VOCAB // 32)
 (EOS,) = VOCABULARY.eos_token_ids
 LIBRARY: LLTokenizer = replace(VOCABULARY, width=N_VOCAB).library_tokenizer()
 _TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-PATIENCE_MS = 60_000
+PATIENCE_MS = 250_000
 
 
 def tokens_of(text: str) -> list[int]:

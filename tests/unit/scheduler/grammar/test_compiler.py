@@ -19,6 +19,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.grammar import compiler as compiler_module
 from services.scheduler.grammar.base import OVERLOADED
 from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache
+from services.scheduler.grammar.trial import process as process_module
 from services.scheduler.grammar.trial.child import FAILPOINT
 from services.scheduler.grammar.trial.process import MODULE
 from services.scheduler.policies import ChunkedPolicy
@@ -90,6 +91,16 @@ def test_killed_trial_process_is_replaced() -> None:
         assert matches(compiler.grammar(REGEX, "third"), "third")
         assert child not in children()
         assert len(children() - others) == 1
+
+
+def test_trial_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAILPOINT, "3600")
+    monkeypatch.setattr(process_module, "WALL_SECONDS", 0.01)
+    others = children()
+    with new_compiler(num_threads=1) as compiler:
+        assert "too much time" in compiler.refusal(REGEX, "first")
+        assert compiler.inner.counters["killed"] == 1
+        assert not children() - others
 
 
 def raise_any(*_: object) -> bytes:
