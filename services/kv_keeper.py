@@ -229,6 +229,8 @@ class KeptMemory:
                 _ask(peer, _DROP)
         except TimeoutError:
             raise
+        except BlockingIOError as error:  # as many wait already as the keeper's socket holds
+            raise TimeoutError from error
         except OSError:  # the keeper has ended, and so has what it kept
             pass
 

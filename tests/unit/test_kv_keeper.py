@@ -116,6 +116,15 @@ def test_a_drop_reaches_memory_without_a_worker(path: Path) -> None:
     ClaimingRank(path).drop()  # the keeper has ended: nothing is kept
 
 
+def test_a_drop_for_which_the_keeper_has_no_room_is_not_confirmed(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as stopped, ClaimingRank(path) as first:
+        stopped.bind(os.fspath(path))
+        stopped.listen(0)
+        first.connect()
+        with pytest.raises(TimeoutError):
+            ClaimingRank(path).drop()
+
+
 def test_memory_without_a_worker_is_freed_after_some_time(path: Path) -> None:
     with keeper(path, seconds=0.05):
         with ClaimingRank(path) as loads:

@@ -107,7 +107,7 @@ class Offload:
         """Drop blocks from the tiers, and what the keeper holds without a worker, and answer."""
         if keeper is not None:
             self._kept[message.epoch, message.ticket] = keeper
-        if message.drops_all:  # tiers keep theirs: the answer does not wait for blocks that are being written
+        if not message.dropped:  # tiers keep theirs: the answer does not wait for blocks that are being written
             self._answer(BlocksLoaded(message.epoch, message.ticket, 0))
         elif self._transfers is not None:
             self._transfers.drop(message)

@@ -1,7 +1,10 @@
 """Blocks on their way between KV memory and tiers, on the threads that production uses."""
 
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import Queue
 
 import numpy as np
@@ -13,6 +16,7 @@ from protocol.codec import pack
 from protocol.membership import Loaded
 from protocol.steps import BlocksLoaded, LoadBlocks, ReleaseSlots
 from services.config import WorkerConfig
+from services.kv_keeper import KeptMemory
 from services.worker.kv_memory import KVMemory
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.offload import Offload
@@ -211,6 +215,21 @@ def test_a_reset_leaves_the_tiers_alone(rank: Rank) -> None:
     assert rank.answer() == BlocksLoaded(1, 2, 0)
     assert not rank.tier.has(name(1))
     offload.end(leaves=True)
+
+
+def test_a_drop_that_the_keeper_does_not_confirm_is_not_answered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers, keeper = list[BlocksLoaded](), KeptMemory(os.fspath(tmp_path / "kv"))
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(os.fspath(tmp_path / "kv"))
+        stopped.listen(0)
+        with keeper.connected():  # no other finds room
+            offload = Offload(WorkerConfig(), answers.append)
+            offload.drop(LoadBlocks(1, 1, 1, b"", b"", drops_all=True), keeper)
+            wait_until(lambda: "keeper's answer" not in [t.name for t in threading.enumerate()], "the keeper is asked")
+    assert not answers
+    assert "the keeper does not answer" in caplog.text
 
 
 def test_a_drop_that_fails_is_not_confirmed_and_its_blocks_are_not_read(
