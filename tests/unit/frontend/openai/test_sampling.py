@@ -181,6 +181,16 @@ def test_invalid_defaults_are_refused_at_start(tmp_path: Path, content: dict[str
         SamplingDefaults.read(tmp_path, None, True)
 
 
+@pytest.mark.parametrize("value", ["1", 2.5, -3])
+def test_unusable_penalty_of_a_checkpoint_is_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: object
+) -> None:
+    content = {"presence_penalty": value, "frequency_penalty": -2, "top_k": 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert SamplingDefaults.read(tmp_path, None, True).sampling == {"frequency_penalty": -2, "top_k": 5}
+    assert f"presence_penalty {value!r} is ignored" in caplog.text
+
+
 def test_eos_ids_beyond_the_logits_are_dropped() -> None:
     assert params({}, SamplingDefaults({}, (2, 5000))).eos_token_ids == (2,)
 
