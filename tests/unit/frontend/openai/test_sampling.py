@@ -12,6 +12,7 @@ from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.config import FrontendConfig
 from services.frontend.errors import APIError
+from services.frontend.model import ServedModel
 from services.frontend.openai.parameters.sampling import SamplingDefaults, bad_words, sampling_params
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 from services.frontend.text.tokenizer import Tokenizer
@@ -153,6 +154,16 @@ def test_defaults_of_the_server_replace_those_of_the_checkpoint(tmp_path: Path, 
     chosen = params({}, defaults)
     assert (chosen.presence_penalty, chosen.top_k, chosen.repetition_penalty) == (1.5, 0, penalty)
     assert params({"presence_penalty": 0}, defaults).presence_penalty == 0
+
+
+def test_defaults_of_the_configuration_are_those_of_the_model() -> None:
+    config = FrontendConfig(
+        model=str(DEMO_MODEL), override_generation_config={"top_k": 7}, default_chat_template_kwargs={"tools": []}
+    )
+    with pytest.raises(CheckpointError, match="--default-chat-template-kwargs"):
+        ServedModel.load(config)
+    model = ServedModel.load(config.model_copy(update={"default_chat_template_kwargs": {}}))
+    assert params({}, model.defaults).top_k == 7
 
 
 def test_bad_words_are_forbidden_at_the_beginning_and_within_a_text() -> None:
