@@ -95,6 +95,8 @@ def type_name(info: FieldInfo) -> str:
     marks = [mark for kind in typing.get_args(info.annotation) for mark in typing.get_args(kind)]
     if WITH_SUFFIX in (*info.metadata, *marks):
         return "SIZE"
+    if typing.get_origin(info.annotation) is dict:
+        return "TEXT"
     kinds = [info.annotation, *typing.get_args(info.annotation)]
     kinds = [typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind for kind in kinds]
     number = "INTEGER" if int in kinds else "FLOAT" if float in kinds else ""

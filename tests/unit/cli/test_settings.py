@@ -136,6 +136,7 @@ def test_wrong_values_of_a_file_and_the_environment_are_refused_by_flag_value_an
         ("model", "TEXT"),
         ("tokenizer", "TEXT"),
         ("api_key", "TEXT"),
+        ("override_generation_config", "TEXT"),
     ],
 )
 def test_placeholder_of_a_value_in_the_help(name: str, placeholder: str) -> None:

@@ -1,5 +1,6 @@
 """Sampling parameters: values of the body, else the checkpoint's defaults, else OpenAI's."""
 
+import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -7,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from protocol.codec import pack
-from protocol.sampling import MAX_BAD_WORD_TOKENS, MAX_BIAS, BadWords, SamplingParams
+from protocol.sampling import MAX_BAD_WORD_TOKENS, MAX_BIAS, MAX_PENALTY, BadWords, SamplingParams
 from services.checkpoint import CheckpointError, named_eos, read_json
 from services.config.frontend import DEFAULT_PARAMETERS
 from services.frontend.errors import APIError, beyond_context, invalid
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
+
+log = logging.getLogger("runahead.frontend")
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; the default for chat is the rest of the context."""
@@ -44,6 +47,11 @@ class SamplingDefaults:
         if tokenizer_eos is not None:
             eos[tokenizer_eos] = None
         given = {name: generation[name] for name in DEFAULT_PARAMETERS if generation.get(name) is not None}
+        for name in ("presence_penalty", "frequency_penalty"):  # few servers read these, so a wrong one stops no start
+            value = given.get(name, 0)
+            if not isinstance(value, int | float) or not -MAX_PENALTY <= value <= MAX_PENALTY:
+                path, bounds = directory / "generation_config.json", f"between -{MAX_PENALTY} and {MAX_PENALTY}"
+                log.warning("%s: %s %.80r is ignored; it must be a number %s", path, name, given.pop(name), bounds)
         _check(directory, eos, given)
         return cls({**(given if use_sampling else {}), **(overrides or {})}, tuple(eos))
 

@@ -163,6 +163,7 @@ async def test_an_answer_that_another_frontend_began_goes_on_with_its_model_alon
     ledger.assign(entry, OTHER)
     (again,) = ledger.submissions((OTHER, FIRST), "one model", 100.0)
     assert (unpack(again.token_ids).tolist(), again.age > 0) == ([1, 7], True), "it precedes new requests"
+    assert [name for name, owned in ledger.streams.items() if owned] == [OTHER], "no former owner keeps the stream"
 
 
 async def test_expulsions_accuse_requests_without_output_and_end_the_one_that_was_alone() -> None:

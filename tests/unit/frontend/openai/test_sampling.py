@@ -12,6 +12,7 @@ from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.config import FrontendConfig
 from services.frontend.errors import APIError
+from services.frontend.model import ServedModel
 from services.frontend.openai.parameters.sampling import SamplingDefaults, bad_words, sampling_params
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 from services.frontend.text.tokenizer import Tokenizer
@@ -155,6 +156,16 @@ def test_defaults_of_the_server_replace_those_of_the_checkpoint(tmp_path: Path, 
     assert params({"presence_penalty": 0}, defaults).presence_penalty == 0
 
 
+def test_defaults_of_the_configuration_are_those_of_the_model() -> None:
+    config = FrontendConfig(
+        model=str(DEMO_MODEL), override_generation_config={"top_k": 7}, default_chat_template_kwargs={"tools": []}
+    )
+    with pytest.raises(CheckpointError, match="--default-chat-template-kwargs"):
+        ServedModel.load(config)
+    model = ServedModel.load(config.model_copy(update={"default_chat_template_kwargs": {}}))
+    assert params({}, model.defaults).top_k == 7
+
+
 def test_bad_words_are_forbidden_at_the_beginning_and_within_a_text() -> None:
     """vLLM's rule: the form after a space is added if it has as many tokens and begins with another one."""
     encode = partial(Tokenizer(DEMO_MODEL).encode, add_special_tokens=False)
@@ -179,6 +190,16 @@ def test_invalid_defaults_are_refused_at_start(tmp_path: Path, content: dict[str
     (tmp_path / "generation_config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="generation_config"):
         SamplingDefaults.read(tmp_path, None, True)
+
+
+@pytest.mark.parametrize("value", ["1", 2.5, -3])
+def test_unusable_penalty_of_a_checkpoint_is_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: object
+) -> None:
+    content = {"presence_penalty": value, "frequency_penalty": -2, "top_k": 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert SamplingDefaults.read(tmp_path, None, True).sampling == {"frequency_penalty": -2, "top_k": 5}
+    assert f"presence_penalty {value!r} is ignored" in caplog.text
 
 
 def test_eos_ids_beyond_the_logits_are_dropped() -> None:
