@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import IO, BinaryIO
@@ -57,7 +58,8 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # the fork server has reaped it, and its status is not read yet
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
