@@ -48,7 +48,7 @@ from services.worker.kernels.cpu.compiled.code_tile import CodeTile, add_byte_pr
 from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.product import FIELDS
 from services.worker.kernels.cpu.compiled.raw import prefetch_line
-from services.worker.kernels.cpu.compiled.rounded_rows import HALVES_AT, round_row, size_of_row
+from services.worker.kernels.cpu.compiled.rounded_rows import HALVES_AT, round_rows, size_of_row
 from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, LANES, VF, VI
 from services.worker.kernels.cpu.compiled.tile_codes import LEAST_ROWS, ROOM, TILE_TASK, split_row
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, compiled, take
@@ -236,22 +236,6 @@ def _multiply_decoded(
 
 
 @njit(inline="always")
-def _round_rows(a, start, rows, steps, limit, to):  # type: ignore[no-untyped-def]
-    """Round rows of activations from `start` on. One row alone gets the form for codes that are bytes."""
-    size = 2 if a.half else 4
-    for row in range(rows):
-        x, rounded = a.x + (start + row) * a.inputs * size, to + row * size_of_row(steps)
-        if a.half and rows == 1:
-            round_row(x, steps, limit, rounded, 1, BYTES)
-        elif a.half:
-            round_row(x, steps, limit, rounded, 1, 0)
-        elif rows == 1:
-            round_row(x, steps, limit, rounded, 0, BYTES)
-        else:
-            round_row(x, steps, limit, rounded, 0, 0)
-
-
-@njit(inline="always")
 def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
     """Add the bias to sums, float32[rows, BLOCK], and store the outputs from `first` on."""
     size, short = a.out_bytes, a.out_bytes == 2
@@ -312,7 +296,8 @@ def coded_product_kernel(inputs: int) -> Kernel:
                     tiles.ahead_bytes = (span_bytes // PANELS // (SPAN // 2 * tiles.tiles) + 63) // 64 * 64
                 # Each part of the rows reads as many of the codes that are needed next
                 ahead_bytes = span_bytes // PANELS * WIDTH // (TURNS * ((rows + ROWS - 1) // ROWS))
-                _round_rows(a, start, rows, steps, limit, rounded)
+                x = a.x + start * a.inputs * (2 if a.half else 4)
+                round_rows(x, a.half, rows, steps, limit, rounded)
                 for row in range(rows * is_tiled):
                     split_row(rounded + row * row_bytes, steps, row, tiles.tiles, tiles.tile_rows, tiles.bytes)
             block, later = item - first_item, following - first_item

@@ -17,7 +17,7 @@ from numba import njit
 from numba.core import types
 
 from services.worker.kernels.cpu.compiled import simd
-from services.worker.kernels.cpu.compiled.block_formats import SPAN, STEP
+from services.worker.kernels.cpu.compiled.block_formats import BYTES, SPAN, STEP
 from services.worker.kernels.cpu.compiled.building import load, moved, store
 from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.simd import F32, I16, I32, LANES, VF, VI
@@ -89,7 +89,7 @@ def size_of_row(steps):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def round_row(x, steps, limit, to, HALF, ARE_BYTES):  # type: ignore[no-untyped-def]
+def _round_row(x, steps, limit, to, HALF, ARE_BYTES):  # type: ignore[no-untyped-def]
     size, halves, totals = STEP * (2 if HALF else 4), to + steps * HALVES_AT, to + steps * TOTALS_AT
     scales = to + steps * SCALES_AT
     for span in range((steps + SPAN - 1) // SPAN):
@@ -105,3 +105,19 @@ def round_row(x, steps, limit, to, HALF, ARE_BYTES):  # type: ignore[no-untyped-
         for step in range(first, end):
             target = to + step * 2 * STEP
             _round_step(x + step * size, HALF, inverse, target, halves + step * 8, totals + step * 4, ARE_BYTES)
+
+
+@njit(inline="always")
+def round_rows(x, half, rows, steps, limit, to):  # type: ignore[no-untyped-def]
+    """Round rows of bfloat16 (`half`) or float32 to numbers up to `limit`. One row alone gets the form for codes that
+    are multiplied as bytes, where the processor has such products."""
+    for row in range(rows):
+        at, place = x + row * steps * STEP * (2 if half else 4), to + row * size_of_row(steps)
+        if half and rows == 1:
+            _round_row(at, steps, limit, place, 1, BYTES)
+        elif half:
+            _round_row(at, steps, limit, place, 1, 0)
+        elif rows == 1:
+            _round_row(at, steps, limit, place, 0, BYTES)
+        else:
+            _round_row(at, steps, limit, place, 0, 0)

@@ -24,7 +24,7 @@ from services.worker.kernels.cpu.compiled.simd import I16, I64, LANES, VF, VI
 from services.worker.kernels.cpu.thread_team import compiled
 
 LEAST_ROWS = 13
-"""Fewer rows do not pay for the bytes of the panels: with memory to be read, at 12 rows, they take as long."""
+"""Fewer rows do not pay for the bytes of the panels: a step of 12 takes as long without AMX."""
 TILE_TASK = np.dtype(
     [
         ("decoded", np.int64),  # address of a span of a decoded panel, whose numbers are overwritten by their bytes
@@ -38,7 +38,7 @@ TILE_TASK = np.dtype(
         ("tile_rows", np.int64),  # of each of them; the last one may have fewer
         ("out", np.int64),  # float32[rows, PANELS, 16], to which products are added
         ("ahead", np.int64),  # address of codes that are decoded later: they are read from memory meanwhile
-        ("ahead_bytes", np.int64),  # of them for each two steps of a tile: all at once would stop the processor
+        ("ahead_bytes", np.int64),  # how many for two steps of a tile: all at once would hold up the products
         ("room", np.int64),  # ROOM bytes to write to
         ("configured", np.int64),  # 0 before the first call with this `tile_rows`
     ]
