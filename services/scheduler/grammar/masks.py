@@ -142,20 +142,18 @@ class MaskThread:
         jobs, self._submitted = self._submitted, []
         taken: list[tuple[int, Masks]] = []
         if jobs and len(jobs) * self._pace <= IN_LOOP:
-            began = now = time.monotonic()
-            used, paused, all_quick = time.thread_time(), 0.0, True
+            began = now = time.thread_time()  # others may have the processor or the lock meanwhile
+            all_quick = True
             for ticket, grammar, draft_ids, num_words in jobs:
-                if now - began - paused > IN_LOOP:
+                if now - began > IN_LOOP:
                     break
                 taken.append((ticket, make_masks(grammar, draft_ids, num_words)))
-                before, now = now, time.monotonic()
-                if now - before > self._quick_seconds:  # perhaps others had the processor or the lock meanwhile
-                    paused, known = max(paused, now - began - (time.thread_time() - used)), paused
-                    if now - before - (paused - known) > self._quick_seconds:
-                        self._quick.discard(grammar)
-                        all_quick = False
+                before, now = now, time.thread_time()
+                if now - before > self._quick_seconds:
+                    self._quick.discard(grammar)
+                    all_quick = False
             if all_quick:
-                self._pace += ((now - began - paused) / len(taken) - self._pace) / 4
+                self._pace += ((now - began) / len(taken) - self._pace) / 4
         if len(taken) < len(jobs):
             self._hand_over(jobs[len(taken) :])
         return taken
