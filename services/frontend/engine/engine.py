@@ -296,7 +296,7 @@ class ConnectedEngine(Availability):
     def _check_strays(self, numbers: list[int]) -> None:
         """Count and log outputs of requests that are not this engine's. Those of requests that have moved or ended have
         numbers that are not open."""
-        if number := next(filter(self._ledger.__contains__, numbers), 0):
+        if (number := next(filter(self._ledger.__contains__, numbers), None)) is not None:
             self._num_foreign += 1
             if not self._num_foreign & (self._num_foreign - 1):  # a peer that is wrong must not fill the log
                 text = "engine %s: outputs of a request that another engine has are ignored: number=%d (%d so far)"
