@@ -28,7 +28,7 @@ DEFAULT_PARAMETERS = (
 )  # fmt: skip
 """Sampling parameters that may have a default of the checkpoint or the server."""
 MAX_NEW_TOKENS = "max_new_tokens"
-"""Of a checkpoint it is the default of `max_tokens` for chat; of the server it limits all answers, as vLLM's."""
+"""As vLLM has it: a checkpoint's is the default of `max_tokens` for chat; the server's limits all answers."""
 ReasoningFormat = Literal["deepseek_r1", "glm45", "granite", "mistral", "openai_gptoss", "qwen3"]
 TOOL_CALL_ALIASES: dict[str, ToolCallFormat] = {
     "glm47": "glm45", "granite4": "hermes", "llama4_json": "llama3_json", "pythonic": "llama4_pythonic",
