@@ -162,6 +162,8 @@ class BlocksLoaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded_blo
     """Number of blocks, from the first one, that were filled."""
     sources: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_ITEMS)] = {}
     """Number of them by source: "host", "disk", or "peer" for another engine."""
+    num_failed: Count = 0
+    """Number of blocks of a drop that a tier still has: their files cannot be removed."""
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):

@@ -227,12 +227,10 @@ class KeptMemory:
         try:
             with self.connected() as peer:
                 _ask(peer, _DROP)
-        except TimeoutError:
-            raise
-        except BlockingIOError as error:  # as many wait already as the keeper's socket holds
-            raise TimeoutError from error
-        except OSError:  # the keeper has ended, and so has what it kept
+        except (FileNotFoundError, ConnectionRefusedError):  # the keeper has ended, and so has what it kept
             pass
+        except OSError as error:
+            raise TimeoutError(f"the keeper does not answer: {error}") from error
 
     def connected(self) -> socket.socket:
         """Return a connection that claims nothing. Raises: OSError"""
@@ -241,7 +239,7 @@ class KeptMemory:
             peer.settimeout(TIMEOUT)
             peer.connect(self._path)
             if not _is_of_this_user(peer):
-                raise PermissionError(f"the keeper at {self._path} is of another user, who could read prompts")
+                raise ConnectionRefusedError(f"the keeper at {self._path} is of another user, who could read prompts")
         except OSError:
             peer.close()
             raise
@@ -255,7 +253,7 @@ def _ask(peer: socket.socket, message: bytes) -> list[int]:
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     if answer != message:
-        raise ConnectionResetError("the keeper has ended")
+        raise ConnectionResetError("the keeper has ended the connection")
     return descriptors
 
 

@@ -27,6 +27,8 @@ DEFAULT_PARAMETERS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 """Sampling parameters that may have a default of the checkpoint or the server."""
+MAX_NEW_TOKENS = "max_new_tokens"
+"""As vLLM has it: a checkpoint's is the default of `max_tokens` for chat; the server's limits all answers."""
 ReasoningFormat = Literal["deepseek_r1", "glm45", "granite", "mistral", "openai_gptoss", "qwen3"]
 TOOL_CALL_ALIASES: dict[str, ToolCallFormat] = {
     "glm47": "glm45", "granite4": "hermes", "llama4_json": "llama3_json", "pythonic": "llama4_pythonic",
@@ -113,10 +115,11 @@ class FrontendConfig(HttpConfig):
     between <think> and </think>, always present (deepseek_r1) or present if the answer begins with <think> (qwen3,
     glm45); between the same words in brackets (mistral); after a sentence (granite); in a channel (openai_gptoss)."""
     generation_config: Literal["auto", "vllm"] = "auto"
-    """Default sampling parameters of requests: the checkpoint's (auto) or none (vllm)."""
+    """Default sampling parameters of requests: the checkpoint's (auto) or none (vllm). Its max_new_tokens is the
+    default of max_tokens for chat."""
     override_generation_config: Annotated[dict[str, float], BeforeValidator(from_json)] = Field({})
-    """Default sampling parameters that replace the checkpoint's, as JSON, such as {"temperature": 0.6}. Default:
-    none."""
+    """Default sampling parameters that replace the checkpoint's, as JSON, such as {"temperature": 0.6}. max_new_tokens
+    limits all answers, whatever their requests say. Default: none."""
     default_chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(from_json)] = Field({})
     """Variables of the chat template for requests that do not set them, as JSON, such as {"enable_thinking": false}.
     Default: none."""
@@ -134,9 +137,12 @@ class FrontendConfig(HttpConfig):
     @field_validator("override_generation_config")
     @classmethod
     def _check_defaults(cls, given: dict[str, float]) -> dict[str, float]:
-        if unknown := given.keys() - set(DEFAULT_PARAMETERS):
-            raise ValueError(f"{min(unknown)} has no default, only {', '.join(DEFAULT_PARAMETERS)}")
+        known = *DEFAULT_PARAMETERS, MAX_NEW_TOKENS
+        if unknown := given.keys() - set(known):
+            raise ValueError(f"{min(unknown)} has no default, only {', '.join(known)}")
         values: dict[str, Any] = {**given, "top_k": max(given.get("top_k", 0), 0)}
+        if not 1 <= values.pop(MAX_NEW_TOKENS, 1) < 2**31:
+            raise ValueError(f"{MAX_NEW_TOKENS} must be at least 1 and less than 2^31")
         SamplingParams(1, **values)
         return given
 

@@ -79,6 +79,8 @@ class APIError(Exception):
 
     @property
     def headers(self) -> dict[str, str] | None:
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
         if self.status not in (429, 503):
             return None
         return {"retry-after": str(max(1, math.ceil(self.retry_after)))}

@@ -139,6 +139,9 @@ class CacheControl:
         count, done = min(answer.count for answer in answers.values()), self._unconfirmed.pop(report.ticket, None)
         if done is None and engine.prefix_cache.on_loaded(report.epoch, report.ticket, count):
             self._tiers.on_loaded(answers.values())
+        if done is not None and (failed := max(answer.num_failed for answer in answers.values())):
+            text = f"a tier of a rank still has {failed} blocks: their files cannot be removed; its log says why"
+            return done[0], CacheControlled(done[1].number, text)
         return done
 
     def end_epoch(self) -> Iterator[tuple[int, CacheControlled]]:

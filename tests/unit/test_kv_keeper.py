@@ -13,6 +13,7 @@ from typing import Self
 
 import pytest
 
+from services import kv_keeper
 from services.kv_keeper import Keeper, KeptMemory, keeping
 from tests.waiting import wait_until
 
@@ -123,6 +124,17 @@ def test_a_drop_for_which_the_keeper_has_no_room_is_not_confirmed(path: Path) ->
         first.connect()
         with pytest.raises(TimeoutError):
             ClaimingRank(path).drop()
+
+
+def test_a_keeper_without_room_for_a_connection_has_not_ended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_keeper, "MAX_CONNECTIONS", 1)
+    with keeper(path):
+        left(path, b"one")
+        with ClaimingRank(path) as worker:
+            worker.connect()
+            with pytest.raises(TimeoutError, match="the keeper does not answer"):
+                KeptMemory(os.fspath(path)).drop()
+            assert worker.found() == b"one"
 
 
 def test_memory_without_a_worker_is_freed_after_some_time(path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,10 @@ HANDSHAKE_TIMEOUT = 5.0
 ANSWER_TIMEOUT = 10.0
 """Seconds to wait for the answer to a question."""
 RECONNECT_INTERVAL = 0.2
-"""Seconds between the loss of a connection and the next attempt."""
+"""Seconds between the loss of a connection and the next attempt. Each bad message of a connection doubles it."""
+REFUSED_PAUSE = 10.0
+"""Seconds until an engine that was refused is connected to again, and at most after bad messages. Another one may be in
+its place then."""
 CHECK_INTERVAL = 0.25
 """Seconds between two checks for silence."""
 DOUBT_SECONDS = 2.0
@@ -55,6 +59,8 @@ class SchedulerConnection:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         """By number: of the questions that wait."""
         self._numbers = itertools.count(1)
+        self.pause = RECONNECT_INTERVAL
+        """Seconds between the next loss and the attempt behind it."""
         self._begin()
 
     def _begin(self) -> None:
@@ -81,7 +87,7 @@ class SchedulerConnection:
         """
         complaint = ""
         while True:
-            client = AsyncClient(self._endpoint, self._security)
+            client, began = AsyncClient(self._endpoint, self._security), time.monotonic()
             try:
                 await client.handshake("frontend", f"pid {os.getpid()}", HANDSHAKE_TIMEOUT)
                 self._client = client
@@ -93,6 +99,7 @@ class SchedulerConnection:
                     log.info("%s; trying again", complaint)
                 continue
             except ProtocolError as error:  # in place of a welcome
+                self._back_off()
                 log.warning("engine %s: bad message from the scheduler: %s", self._engine, error)
             except Expelled as error:  # one of this frontend's messages was bad
                 self.drop(f"the scheduler ended the connection: {error}; connecting again", is_expelled=True)
@@ -101,7 +108,17 @@ class SchedulerConnection:
             finally:
                 self._client = None
                 client.close()
-            await asyncio.sleep(RECONNECT_INTERVAL)
+            if time.monotonic() - began > REFUSED_PAUSE:
+                self.pause = RECONNECT_INTERVAL
+            await asyncio.sleep(self.pause)
+
+    def _back_off(self) -> None:
+        self.pause = min(2 * self.pause, REFUSED_PAUSE)
+
+    def on_bad_message(self, error: ProtocolError) -> None:
+        """Drop the connection. It is made again later each time, as the next one may begin with the same message."""
+        self._back_off()
+        self.drop(f"bad message from the scheduler: {error}; connecting again")
 
     def _handle(self, frame: bytes) -> None:
         self._watch.heard()

@@ -272,7 +272,7 @@ class ConnectedEngine(Availability):
             rows = OutputRows.from_message(message)
             self._group_logprobs(message.logprobs)
         except ProtocolError as error:  # it may have had tokens; the requests submitted again get them
-            self.connection.drop(f"bad message from the scheduler: {error}; connecting again")
+            self.connection.on_bad_message(error)
             return
         ledger, owned = self._ledger, self._ledger.streams[self.name]
         for number, count in message.cached.items():

@@ -10,7 +10,7 @@ from typing import Any
 from protocol.silence import SIGN_INTERVAL
 from protocol.transport import HandshakeRefused
 from services.frontend.engine.addresses import EngineAddress
-from services.frontend.engine.connection import CHECK_INTERVAL
+from services.frontend.engine.connection import CHECK_INTERVAL, REFUSED_PAUSE
 from services.frontend.engine.engine import ConnectedEngine
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.errors import APIError
@@ -18,9 +18,6 @@ from services.frontend.placement import Placement
 from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
-
-REFUSED_PAUSE = 10.0
-"""Seconds until an engine that was refused is connected to again. Another one may be in its place then."""
 
 
 class Engines(dict[str, ConnectedEngine]):
@@ -145,6 +142,7 @@ class Engines(dict[str, ConnectedEngine]):
             if not engine.is_listed and not self._ledger.owned(name):
                 self._disconnect(engine)
                 del self[name]
+                self._ledger.forget(name)
                 self._placement.on_engine_removed(name)
                 self._follow_blocks()
                 log.info("engine %s is forgotten: it has no streams", name)

@@ -301,6 +301,11 @@ class RequestLedger:
         if self._on_trial is not None and self._on_trial.engine == engine:
             self._on_trial = None
 
+    def forget(self, engine: str) -> None:
+        """An engine that owns no request is not connected to any more."""
+        self.streams.pop(engine, None)
+        self._unsent.pop(engine, None)
+
     def returned(self, scheduler: Holder) -> None:
         """A scheduler is connected again: it had not died."""
         for entry in self._entries.values():

@@ -4,6 +4,12 @@ from protocol.membership import Register
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination, refusal
 
+SAME = (
+    "; the workers of a group need the same files, --quantization and --batch-invariant, and with --performance-mode "
+    "throughput all of them AMX, or none"
+)
+"""Remedy if hashes of models differ, which cover these settings."""
+
 
 def objection(
     register: Register, model: Register | None, num_others: int | None, config: SchedulerConfig, tokenizer: str = ""
@@ -52,5 +58,6 @@ def _mismatch(register: Register, model: Register) -> str | None:
             return (
                 f"{name} mismatch: this worker has {theirs!r}, the group {ours!r} "
                 f"(model {register.model or 'demo'!r} and {model.model or 'demo'!r})"
+                f"{SAME if name == 'model hash' else ''}"
             )
     return None

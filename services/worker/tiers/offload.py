@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
-from protocol.block_names import NamedBlocks, split_names
+from protocol.block_names import NamedBlocks
 from protocol.membership import Loaded, TierReport
 from protocol.steps import BlocksLoaded, LoadBlocks
 from services.config import WorkerConfig
@@ -15,7 +15,7 @@ from services.worker.runner import LoadError
 from services.worker.tiers.disk import DiskTier
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.peers import PeerClient, PeerServer
-from services.worker.tiers.transfers import BlockTransfers, DroppedNames, Tier, drop_from
+from services.worker.tiers.transfers import BlockTransfers, DroppedNames, Tier
 
 log = logging.getLogger("runahead.worker")
 
@@ -113,8 +113,8 @@ class Offload:
             self._transfers.drop(message)
         else:
             self._join_writer()
-            if drop_from(self._tiers, split_names(message.dropped)):
-                self._answer(BlocksLoaded(message.epoch, message.ticket, 0))
+            self._dropped.begin(message)
+            self._answer(self._dropped.carry_out(message, self._tiers))
 
     def _join_writer(self) -> None:
         """Wait for the thread of the last epoch, which may put a last block into a tier."""
@@ -130,8 +130,8 @@ class Offload:
         def finish() -> None:
             try:
                 keeper.drop()
-            except TimeoutError:
-                log.error("KV blocks cannot be dropped: the keeper does not answer")
+            except TimeoutError as error:
+                log.error("KV blocks cannot be dropped: %s", error)
             else:
                 self._send(answer)
 

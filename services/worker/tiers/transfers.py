@@ -43,17 +43,25 @@ class DroppedNames:
     writer: threading.Thread | None = None
     """The last thread that writes: the next one begins when it has ended."""
 
+    def begin(self, message: LoadBlocks) -> None:
+        """Nobody reads the blocks of this drop from now on."""
+        self.names.update(dict.fromkeys(split_names(message.dropped), message))
 
-def drop_from(tiers: Sequence[Tier], names: Sequence[bytes]) -> bool:
-    """Remove blocks from tiers. Return False if a file cannot be removed."""
-    try:
+    def carry_out(self, message: LoadBlocks, tiers: Sequence[Tier]) -> BlocksLoaded:
+        """Remove the blocks of a drop from tiers. Return the answer. Blocks whose files cannot be removed stay here."""
+        names, failed, why = split_names(message.dropped), set[bytes](), ""
         for name in names:
             for tier in tiers:
-                tier.drop(name)
-    except OSError as error:
-        log.error("KV blocks cannot be dropped from a tier: %s", error)
-        return False
-    return True
+                try:
+                    tier.drop(name)
+                except OSError as error:
+                    failed.add(name)
+                    why = str(error)
+            if name not in failed and self.names.get(name) is message:
+                del self.names[name]
+        if failed:
+            log.error("%d of %d KV blocks cannot be dropped from a tier: %s", len(failed), len(names), why)
+        return BlocksLoaded(message.epoch, message.ticket, 0, num_failed=len(failed))
 
 
 class BlockTransfers:
@@ -105,7 +113,7 @@ class BlockTransfers:
 
     def drop(self, message: LoadBlocks) -> None:
         """Remove blocks from the tiers, and answer. Nobody reads them from now on."""
-        self._dropped.names.update(dict.fromkeys(split_names(message.dropped), message))
+        self._dropped.begin(message)
         self._unwritten.put(message)
 
     def end(self, patience: float = 0.0) -> None:
@@ -159,17 +167,7 @@ class BlockTransfers:
             if isinstance(item, bytes):
                 self._write(item, buffer)
             else:
-                self._remove(item)
-
-    def _remove(self, message: LoadBlocks) -> None:
-        """Carry out a drop. Without an answer, if a file cannot be removed: it is not carried out then."""
-        names = split_names(message.dropped)
-        if not drop_from(self._tiers, names):
-            return
-        for name in names:
-            if self._dropped.names.get(name) is message:
-                del self._dropped.names[name]
-        self._send(BlocksLoaded(message.epoch, message.ticket, 0))
+                self._send(self._dropped.carry_out(item, self._tiers))
 
     def _write(self, name: bytes, buffer: memoryview) -> None:
         if self._ended:

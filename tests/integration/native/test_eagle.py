@@ -35,9 +35,9 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def eagle(threads: int = 1, k: int = K) -> RunnerDriver:
+def eagle(threads: int = 1, k: int = K, dtype: str = "float32") -> RunnerDriver:
     speculation = Speculation("eagle", k)
-    driver = RunnerDriver(DEMO_MODEL, block_size=16, dtype="float32", threads=threads, speculation=speculation)
+    driver = RunnerDriver(DEMO_MODEL, block_size=16, dtype=dtype, threads=threads, speculation=speculation)
     driver.min_acceptance = 0.2
     return driver
 
@@ -91,6 +91,19 @@ def test_answers_are_those_without_drafts(
     assert_equal(requests, plain)
     drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("drafted", "accepted"))
     assert accepted / drafted > 0.25
+
+
+def test_head_of_a_model_in_bfloat16_computes_in_float32() -> None:
+    """Beside AMX, too. Same tokens (docs/invariants.md)."""
+    plain = RunnerDriver(DEMO_MODEL, block_size=16, dtype="bfloat16")
+    reference = [plain.add(prompt) for prompt in prompts()]
+    plain.generate(reference, TOKENS + K)
+    for depth in (1, 2):
+        driver = eagle(dtype="bfloat16")
+        requests = [driver.add(prompt) for prompt in prompts()]
+        driver.generate(requests, TOKENS, depth=depth)
+        assert_equal(requests, reference)
+        assert sum(request.accepted for request in requests) / sum(request.drafted for request in requests) > 0.25
 
 
 @pytest.mark.parametrize(

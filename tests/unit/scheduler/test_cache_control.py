@@ -72,6 +72,19 @@ def test_a_reset_is_repeated_until_all_ranks_of_an_epoch_have_confirmed_it() -> 
     assert drops == [1, 2, 3, 3, 4]
 
 
+def test_a_drop_that_a_tier_has_not_carried_out_is_an_error() -> None:
+    core, frontend = EngineCore(LIMITS, ChunkedPolicy(), 1, 50), 7
+    control = CacheControl(SchedulerConfig(), TierReports(4), lambda _: None)
+    started = Started(core.epoch.number, [], LIMITS, Loaded("", 0, 0, 1, 1), None)
+    control.handle(frontend, ControlCache(2, CacheAction.DROP, names=bytes(NAME_BYTES)), core, started)
+    [message] = core.dispatch()
+    assert isinstance(message, LoadBlocks)
+    done = BlocksLoaded(message.epoch, message.ticket, 0)
+    assert control.on_loaded(b"first", replace(done, num_failed=3), 2, core) is None
+    text = "a tier of a rank still has 3 blocks: their files cannot be removed; its log says why"
+    assert control.on_loaded(b"other", done, 2, core) == (frontend, CacheControlled(2, text))
+
+
 def test_workers_of_later_epochs_have_no_pin_that_was_removed() -> None:
     """Also those that were no ranks when it was removed."""
     core = EngineCore(LIMITS, ChunkedPolicy(), 1, 50)

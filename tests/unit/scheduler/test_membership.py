@@ -341,6 +341,7 @@ def test_a_worker_that_has_not_confirmed_its_assignment_may_be_silent_as_long_as
     ("changes", "reason"),
     [
         ({"model_hash": "other"}, "model hash mismatch: this worker has 'other', the group 'hash'"),
+        ({"model_hash": "other"}, "with --performance-mode throughput all of them AMX, or none"),
         ({"dtype": "bfloat16"}, "dtype mismatch: this worker has 'bfloat16', the group 'float32'"),
         ({"backend": "native"}, "backend mismatch: this worker has 'native', the group 'sim'"),
         ({"tensor_parallel_sizes": (1, 3)}, "--tensor-parallel-size 2: the model can be cut into 1, 3"),

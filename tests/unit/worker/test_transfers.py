@@ -18,9 +18,11 @@ from protocol.steps import BlocksLoaded, LoadBlocks, ReleaseSlots
 from services.config import WorkerConfig
 from services.kv_keeper import KeptMemory
 from services.worker.kv_memory import KVMemory
+from services.worker.tiers.disk import DiskTier
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.offload import Offload
 from services.worker.tiers.transfers import BlockTransfers
+from tests.unit.test_kv_keeper import found, keeper, left
 from tests.waiting import wait_until
 
 BLOCKS, BLOCK_SIZE, LAYERS, SIZE = 8, 4, 3, 10
@@ -238,21 +240,44 @@ def test_a_drop_that_fails_is_not_confirmed_and_its_blocks_are_not_read(
     rank.follow(1)
     wait_until(lambda: rank.tier.has(name(1)), "the block is stored")
 
-    failed = threading.Event()
-
     def fails(_: bytes) -> None:
-        failed.set()
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(rank.tier, "drop", fails)
     rank.transfers.drop(drop(1, 1))
-    assert failed.wait(10)
+    assert rank.answer() == BlocksLoaded(1, 1, 0, num_failed=1)
     monkeypatch.undo()
     rank.load(2, {5: 1})
     assert rank.answer() == BlocksLoaded(1, 2, 0)
     rank.transfers.drop(drop(3, 1))
     assert rank.answer() == BlocksLoaded(1, 3, 0)
     assert not rank.tier.has(name(1))
+
+
+@pytest.mark.parametrize("is_spare", [False, True])
+def test_a_drop_does_what_it_can_and_reports_what_it_could_not(rank: Rank, tmp_path: Path, is_spare: bool) -> None:
+    """A file cannot be removed: the other ones are, and what the keeper holds is freed."""
+    tier = DiskTier(os.fspath(tmp_path / "blocks"), "model", 1 << 20)
+    offload = Offload(WorkerConfig(kv_offload_bytes=1), rank.answers.put, lambda *_: [tier])
+    rank.memory.content = "model"
+    offload.open(rank.memory, Loaded("", 0, 0, SIZE, BLOCKS), rank=0)
+    if not is_spare:
+        offload.begin(rank.memory)
+    for number in (1, 2, 3):
+        tier.put(name(number), memoryview(bytes(SIZE)))
+    [stays] = (tmp_path / "blocks").glob(f"*/{name(1).hex()[:2]}/*")
+    stays.unlink()
+    stays.mkdir()
+    with keeper(tmp_path / "kv"):
+        left(tmp_path / "kv", b"blocks")
+        offload.drop(drop(1, 1, 2, 3), KeptMemory(os.fspath(tmp_path / "kv")))
+        assert rank.answer() == BlocksLoaded(1, 1, 0, num_failed=1)
+        assert found(tmp_path / "kv") == b""
+    assert [tier.has(name(number)) for number in (1, 2, 3)] == [True, False, False]
+    stays.rmdir()
+    offload.drop(drop(2, 1, 2, 3), None)
+    assert rank.answer() == BlocksLoaded(1, 2, 0)
+    offload.end(leaves=True)
 
 
 def test_the_memory_tier_keeps_what_was_used_last() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,14 @@ from typing import Any
 from protocol.codec import pack
 from protocol.sampling import MAX_BAD_WORD_TOKENS, MAX_BIAS, MAX_PENALTY, BadWords, SamplingParams
 from services.checkpoint import CheckpointError, named_eos, read_json
-from services.config.frontend import DEFAULT_PARAMETERS
+from services.config.frontend import DEFAULT_PARAMETERS, MAX_NEW_TOKENS
 from services.frontend.errors import APIError, beyond_context, invalid
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 
 log = logging.getLogger("runahead.frontend")
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for /v1/completions; the default for chat is the rest of the context."""
+"""OpenAI's default for /v1/completions. That for chat is the checkpoint's, else the rest of the context."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class SamplingDefaults:
 
     sampling: dict[str, Any]
     eos_token_ids: tuple[int, ...]
+    chat_tokens: int = sys.maxsize
+    """Default of `max_tokens` for chat."""
+    max_tokens: int = sys.maxsize
+    """Limit of the server for all answers; no request raises it."""
 
     @classmethod
     def read(
@@ -53,7 +58,13 @@ class SamplingDefaults:
                 path, bounds = directory / "generation_config.json", f"between -{MAX_PENALTY} and {MAX_PENALTY}"
                 log.warning("%s: %s %.80r is ignored; it must be a number %s", path, name, given.pop(name), bounds)
         _check(directory, eos, given)
-        return cls({**(given if use_sampling else {}), **(overrides or {})}, tuple(eos))
+        chat_tokens, overrides = generation.get(MAX_NEW_TOKENS) or sys.maxsize, dict(overrides or {})
+        if type(chat_tokens) is not int or chat_tokens < 1:
+            log.warning("%s: %s %.80r is ignored; it must be at least 1", directory, MAX_NEW_TOKENS, chat_tokens)
+            chat_tokens = sys.maxsize
+        max_tokens = int(overrides.pop(MAX_NEW_TOKENS, sys.maxsize))
+        sampling = {**(given if use_sampling else {}), **overrides}
+        return cls(sampling, tuple(eos), chat_tokens if use_sampling else sys.maxsize, max_tokens)
 
 
 def _check(directory: Path, eos: Collection[object], given: Mapping[str, object]) -> None:
@@ -87,7 +98,7 @@ def sampling_params(
 
     Raises: APIError, if prompt and output do not fit the context, or a value is out of range
     """
-    max_tokens = _max_tokens(body, prompt_tokens, max_model_len)
+    max_tokens = _max_tokens(body, defaults, prompt_tokens, max_model_len)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise invalid(f"min_tokens {body.min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
     given = {name: value for name in DEFAULT_PARAMETERS if (value := getattr(body, name)) is not None}
@@ -177,7 +188,9 @@ def bad_words(words: list[str], encode: Callable[[str], list[int]]) -> BadWords:
     return tuple(dict.fromkeys(found))
 
 
-def _max_tokens(body: CompletionRequest | ChatRequest, prompt_tokens: int, max_model_len: int) -> int:
+def _max_tokens(
+    body: CompletionRequest | ChatRequest, defaults: SamplingDefaults, prompt_tokens: int, max_model_len: int
+) -> int:
     """Return the number, at least 1; 0 only with `echo`. Raises: APIError, naming the lengths"""
     is_chat = isinstance(body, ChatRequest)
     prompt, room = "messages" if is_chat else "prompt", max_model_len - prompt_tokens
@@ -191,7 +204,7 @@ def _max_tokens(body: CompletionRequest | ChatRequest, prompt_tokens: int, max_m
     if given == 0 and not body.echo:
         raise invalid("max_tokens must be at least 1; 0 is only allowed with echo", name)
     if given is None:
-        return room if is_chat else min(room, COMPLETION_MAX_TOKENS)
+        return min(room, defaults.max_tokens, defaults.chat_tokens if is_chat else COMPLETION_MAX_TOKENS)
     if given > room:
         raise beyond_context(
             f"This model's maximum context length is {max_model_len} tokens, but the request asks for {given} "
@@ -200,7 +213,7 @@ def _max_tokens(body: CompletionRequest | ChatRequest, prompt_tokens: int, max_m
             "decrease input length or `max_tokens` and try again",
             name,
         )
-    return given
+    return min(given, defaults.max_tokens)
 
 
 def too_long(

@@ -87,6 +87,20 @@ async def test_messages_behind_one_that_cannot_be_read_are_not_handled(server: S
     assert len(peers) == 2
 
 
+async def test_a_scheduler_that_always_sends_bad_messages_is_connected_to_ever_later(
+    server: Server, client: EngineClient
+) -> None:
+    [engine], peers = client.engines.values(), set[bytes]()
+    before = engine.connection.pause
+    while len(peers) < 4:
+        if (received := server.receive()) is not None and received[0] not in peers:
+            peers.add(received[0])
+            server.send(received[0], EngineState(EnginePhase.READY, incarnation=7, lease=1))
+            server.send(received[0], AbortRequest([1], 7))
+        await asyncio.sleep(0.01)
+    assert engine.connection.pause >= 8 * before
+
+
 async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_not_the_frontend(
     server: Server, client: EngineClient
 ) -> None:

@@ -38,7 +38,7 @@ from protocol.transport import PeerGone, Server
 from services.frontend.engine import availability, connection, owners
 from services.frontend.engine.addresses import EngineAddress, numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
-from services.frontend.engine.ledger import GUILTY
+from services.frontend.engine.ledger import GUILTY, NOBODY
 from services.frontend.engine.streams import FlushQueue, ResponseStream
 from services.frontend.errors import APIError
 from services.frontend.placement import Place, Reason
@@ -342,6 +342,7 @@ async def test_an_engine_that_is_listed_no_longer_is_left_when_its_streams_have_
         other.send(other.requests[0].number, 0, 7, ends=True)
         await engines.until(lambda: stream.end is not None)
         assert owner.aborted
+        assert {*engines.client.ledger.streams} == {NOBODY, kept.name}, "nothing is kept of an engine that has left"
 
 
 async def test_streams_leave_an_engine_that_gets_another_address(tmp_path: Path) -> None:

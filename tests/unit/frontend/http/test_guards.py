@@ -48,6 +48,7 @@ async def test_every_path_but_the_probes_needs_a_key(path: str) -> None:
             response = await client.get(path, headers=headers)
             assert response.status_code == 401, headers
             assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
             assert "x-request-id" in response.headers
 
 

@@ -61,6 +61,30 @@ def test_max_tokens_defaults_to_16_for_completions_and_to_the_rest_of_the_contex
     assert sampling_params(both, NONE, 10, 100, 1000).max_tokens == 6
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "keeps", "server", "expected"),
+    [
+        (7, True, {}, [16, 7, 50]),
+        (7, False, {}, [16, 90, 50]),
+        (7, True, {"max_new_tokens": 5}, [5, 5, 5]),
+        (None, False, {"max_new_tokens": 30}, [16, 30, 30]),
+        (500, True, {}, [16, 90, 50]),
+        ("7", True, {}, [16, 90, 50]),
+        (0, True, {}, [16, 90, 50]),
+    ],
+)
+def test_max_new_tokens_is_a_default_of_the_checkpoint_for_chat_and_a_limit_of_the_server(
+    tmp_path: Path, checkpoint: object, keeps: bool, server: dict[str, float], expected: list[int]
+) -> None:
+    """As vLLM has it. A checkpoint's useless value stops no start."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": checkpoint}))
+    overrides = FrontendConfig(override_generation_config=server).override_generation_config
+    defaults = SamplingDefaults.read(tmp_path, 2, keeps, overrides)
+    bodies = ChatRequest.model_validate(CHAT), ChatRequest.model_validate({**CHAT, "max_tokens": 50})
+    chats = [sampling_params(body, defaults, 10, 100, 1000).max_tokens for body in bodies]
+    assert [params({}, defaults).max_tokens, *chats] == expected
+
+
 def test_missing_seed_is_drawn_at_random() -> None:
     assert params({"seed": -1}).seed == 2**64 - 1
     assert params({}).seed != params({}).seed
