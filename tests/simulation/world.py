@@ -29,10 +29,10 @@ from services.scheduler.core.drafting import NO_DRAFTING
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import Observer, PreemptionCause
+from services.scheduler.core.observer import Observer
 from services.scheduler.core.pins import PinRefused
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.slots import DELIVER, DROP
+from services.scheduler.core.slots import DROP
 from services.scheduler.core.store import RequestStore
 from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.membership.epoch import common_blocks
@@ -257,7 +257,6 @@ class World:
 
     def leave_out(self) -> None:
         """The forward pass of the step that waits for masks has ended, and the worker goes on without its rows."""
-        self.coverage["left out: steps"] += 1
         self.log("leave out")
         self._take_results(self.worker.leave_out())
 
@@ -290,11 +289,6 @@ class World:
             self.frontends.open.pop(key).aborted = True
             self.coverage["frontend drops"] += 1
         self.engine.drop_frontend(frontend)
-        self.check()
-
-    def preempt(self, stream: SimulatedStream, stale: int = DELIVER) -> None:
-        """Preempt a running request, whatever the scheduler would do."""
-        self.engine.lifecycle.preempt(stream.request.slot, PreemptionCause.RESET, stale)
         self.check()
 
     def reset_prefix_cache(self, reset_running: bool) -> None:
@@ -521,7 +515,6 @@ class World:
             self._take_results(self.worker.receive(frame))
             if isinstance(message, SchedulerOutput):
                 self.plans.append(_PLANS.decode(frame))
-                self.coverage["sampling: deferred"] += self.worker.waits_for_grammar
             if isinstance(message, GrammarOutput):
                 self.coverage["sampling: with a grammar"] += 1
                 states = self.epoch.slots.state[unpack(message.slots)]
