@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict, deque
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,13 +65,18 @@ def imports_of(path: Path) -> set[str]:
     return {found for path in paths for found in (f"{path}.py", f"{path}/__init__.py") if (ROOT / found).is_file()}
 
 
-def chosen(changed: list[str]) -> list[str]:
-    """Return the test files that reach a changed file by imports, nearest first."""
+@cache
+def imports_of_all() -> dict[str, set[str]]:
+    """Return for each of our files what it imports."""
     files = git(
         "ls-files", "--cached", "--others", "--exclude-standard", "protocol/*.py", "services/*.py", "tests/*.py"
     )
-    imports = {file: imports_of(ROOT / file) for file in files if (ROOT / file).is_file()}
-    importers = defaultdict(set)
+    return {file: imports_of(ROOT / file) for file in files if (ROOT / file).is_file()}
+
+
+def chosen(changed: list[str]) -> list[str]:
+    """Return the test files that reach a changed file by imports, nearest first."""
+    imports, importers = imports_of_all(), defaultdict[str, set[str]](set)
     for file, imported in imports.items():
         for module in imported:
             importers[module].add(file)

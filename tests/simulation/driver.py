@@ -10,10 +10,11 @@ import msgspec
 
 from services.scheduler.core.loading import LoadTimes
 from services.scheduler.core.observer import Observer
+from tests.simulation.answer_checks import SimulatedStream
 from tests.simulation.policies import build, conserves_work
 from tests.simulation.tier import SimulatedTier
 from tests.simulation.workload import Arrival, Workload, draw
-from tests.simulation.world import NO_ANSWER, SimulatedStream, World
+from tests.simulation.world import World
 
 MOST_ROUNDS = 5_000
 """Maximum of rounds; a run that takes longer is considered endless."""
@@ -41,8 +42,7 @@ def play(
 
     Raises: AssertionError, with the name of the broken rule.
     """
-    player = _player(draw(seed, speculates, tier), seed, depth, trace, observer, restarts, adopts)
-    player.pins = observer is None
+    player = _Player(draw(seed, speculates, tier), seed, depth, trace, observer, restarts, adopts)
     for _ in player.rounds():
         pass
     return player.world
@@ -64,7 +64,7 @@ def play_peers(seed: int, depth: int, trace: Callable[[str], None] | None = None
     only_prompts = [replace(a, params=msgspec.structs.replace(a.params, max_tokens=1)) for a in load.arrivals]
     has_roles = rng.random() < 0.7
     loads = (replace(load, arrivals=only_prompts) if has_roles else load), load
-    first, second = (_player(each, seed + number, depth, trace) for number, each in enumerate(loads))
+    first, second = (_Player(each, seed + number, depth, trace) for number, each in enumerate(loads))
     first.peer, second.peer = second, first
     second.follows = has_roles
     runs = {player: player.rounds() for player in (first, second)}
@@ -75,48 +75,42 @@ def play_peers(seed: int, depth: int, trace: Callable[[str], None] | None = None
     return first.world, second.world
 
 
-def _player(
-    load: Workload,
-    seed: int,
-    depth: int,
-    trace: Callable[[str], None] | None = None,
-    observer: Observer | None = None,
-    restarts: bool = False,
-    adopts: bool = True,
-) -> "_Player":
-    policy, of_adapters = build(load, load.limits, seed), Random(f"adapters/{seed}/{depth}")
-    world = World(
-        load.limits,
-        depth,
-        load.vocab,
-        load.use_priority,
-        policy,
-        trace,
-        conserves_work(load),
-        speculating=load.speculating,
-        seed=seed,
-        observer=observer,
-        late_masks=load.mask_speed < 1,
-        tier=SimulatedTier() if load.limits.loads_blocks else None,
-        loads=lambda: of_adapters.random() >= load.failing,
-    )
-    world.coverage[f"policies: {load.policy}"] += 1
-    world.coverage[f"stages: {load.limits.stages}"] += 1
-    world.log(load)
-    return _Player(world, load, seed, Random(f"{seed}/{depth}"), restarts, adopts)
-
-
 class _Player:
-    def __init__(self, world: World, load: Workload, seed: int, rng: Random, restarts: bool, adopts: bool) -> None:
-        self.adopts, self.pins = adopts, True
-        self.world, self.load, self.seed, self.rng, self.restarts = world, load, seed, rng, restarts
+    def __init__(
+        self,
+        load: Workload,
+        seed: int,
+        depth: int,
+        trace: Callable[[str], None] | None = None,
+        observer: Observer | None = None,
+        restarts: bool = False,
+        adopts: bool = True,
+    ) -> None:
+        self.load, self.seed, self.restarts, self.adopts, self.pins = load, seed, restarts, adopts, observer is None
+        of_adapters = Random(f"adapters/{seed}/{depth}")
+        self.world = World(
+            load.limits,
+            depth,
+            load.vocab,
+            load.use_priority,
+            build(load, load.limits, seed),
+            trace,
+            conserves_work(load),
+            speculating=load.speculating,
+            seed=seed,
+            observer=observer,
+            late_masks=load.mask_speed < 1,
+            tier=SimulatedTier() if load.limits.loads_blocks else None,
+            loads=lambda: of_adapters.random() >= load.failing,
+        )
+        self.world.coverage[f"policies: {load.policy}"] += 1
+        self.world.coverage[f"stages: {load.limits.stages}"] += 1
+        self.world.log(load)
         self.arrivals = list(reversed(load.arrivals))
-        self.of_masks = Random(f"masks/{seed}/{world.depth}")
-        self.of_memory = Random(f"memory/{seed}/{world.depth}")
-        self.of_tier = Random(f"tier/{seed}/{world.depth}")
-        self.of_pins = Random(f"pins/{seed}/{world.depth}")
-        self.of_ahead = Random(f"ahead/{seed}/{world.depth}")
-        self.of_steps = Random(f"steps/{seed}/{world.depth}")
+        self.rng = Random(f"{seed}/{depth}")
+        parts = ("masks", "memory", "tier", "pins", "ahead", "steps")
+        of_parts = (Random(f"{part}/{seed}/{depth}") for part in parts)
+        self.of_masks, self.of_memory, self.of_tier, self.of_pins, self.of_ahead, self.of_steps = of_parts
         self.patience = self.of_tier.choice((0.1, 0.5, 0.9))
         self.peer: _Player | None = None
         """Engine that this one fetches blocks from."""
@@ -242,7 +236,7 @@ class _Player:
                 if world.orphans and rng.random() < 0.3:
                     world.late_result()
                 if rng.random() < 0.3:
-                    world.publish()
+                    world.frontends.receive()
             if rng.random() < 0.2:
                 world.end_epoch()
             base = self.load.limits
@@ -302,9 +296,7 @@ class _Player:
 
     def _arrive(self, a: Arrival) -> None:
         world = self.world
-        stream = SimulatedStream(
-            *(a.frontend, 0, a.prompt, a.params, NO_ANSWER, 0), structured=a.grammar, pooling=a.pooling, media=a.media
-        )
+        stream = SimulatedStream(a.frontend, 0, a.prompt, a.params, a.grammar, a.pooling, a.lora, a.media)
         answer = stream.expected(world.limits.max_model_len, self.load.vocab)
         replayed = max(0, min(int(a.replayed * len(answer.tokens)), len(answer.tokens) - 1))
         world.coverage["replays"] += replayed > 0
@@ -315,8 +307,7 @@ class _Player:
 
     def _resubmit(self, old: SimulatedStream) -> None:
         """Send another prompt under the same number, at once."""
-        key = (old.frontend, old.number)
-        if not self.world.is_open(*key):
+        if old.key not in self.world.frontends.open:
             prompt = [self.rng.randrange(self.load.vocab) for _ in old.prompt]
             self.world.coverage["numbers reused"] += 1
-            self.world.add(prompt, old.params, *key, structured=old.structured, pooling=old.pooling, lora=old.lora)
+            self.world.add(prompt, old.params, *old.key, structured=old.structured, pooling=old.pooling, lora=old.lora)

@@ -23,7 +23,8 @@ from services.scheduler.policies.phased import PhasedPolicy
 from tests.simulation.invariants import Checker, demand
 from tests.simulation.oracle import OracleWorker, Row, Sampling, SentMasks
 from tests.simulation.parameters import MATRIX, OTHERS, with_parameters
-from tests.simulation.world import SimulatedStream, World, params
+from tests.simulation.step_checks import StepChecks
+from tests.simulation.world import World, params
 
 Progress = Callable[[int, int, int], int]
 """(start, planned end, furthest possible end) of a chunk -> position at which the device ends it."""
@@ -184,8 +185,50 @@ class RigidChecker(Checker):
         )
 
 
+class RigidStepChecks(StepChecks):
+    """Also the rules of the phased policy."""
+
+    world: "RigidWorld"
+
+    def _on_dispatched(self, event: StepDispatched) -> None:
+        super()._on_dispatched(event)
+        world, step, s = self.world, event.step, self.world.epoch.slots
+        able = self.decodable(step)
+        kind = "P" if step.starts[0] < s.entry[step.slots[0]] else "D"
+        if world.interleave and kind == "P" and world.kinds[-1:] == ["P"]:
+            demand(not able, "interleaving", f"two prefills in a row while slots {able} could decode")
+        if kind == "D":
+            self._coverage["paused"] += bool(able)
+        world.kinds.append(kind)
+        rows = world.epoch.running
+        part = rows[(s.computed[rows] < s.entry[rows]) & (s.computed[rows] > 0)]
+        is_single = len(part) <= 1 or world.store.counters["rollbacks_total"] > 0
+        demand(is_single, "single prefill", f"slots {part} in prefill")
+        self._check_reservations()
+
+    def _check_reservations(self) -> None:
+        """Block reservation: the blocks that running requests may still need are free."""
+        epoch, size = self.world.epoch, self.world.limits.block_size
+        s, pool = epoch.slots, epoch.kv.pool
+        owed = 0
+        for slot in epoch.running.tolist():
+            needed = -(-(int(s.limit[slot]) - 1) // size)
+            owed += max(0, needed - len(epoch.kv.tables[slot]))
+        demand(0 <= owed <= pool.num_free, "block reservation", f"{owed} blocks are reserved, {pool.num_free} are free")
+
+    def _on_updated(self, step: InflightStep) -> None:
+        s = self.world.epoch.slots
+        for slot in step.slots.tolist():
+            if s.state[slot] == LIVE and s.tokens[slot] == s.entry[slot] + 1:
+                committed = int(s.committed(np.array([slot]))[0])
+                demand(committed >= int(s.entry[slot]), "prefill progress", f"slot {slot} was prefilled to {committed}")
+        super()._on_updated(step)
+
+
 class RigidWorld(World):
     """A world with a phased policy and a device that requires it."""
+
+    step_checks = RigidStepChecks
 
     def __init__(
         self,
@@ -216,41 +259,6 @@ class RigidWorld(World):
         self.worker = RigidWorker(limits, self.vocab, self.max_volume, self.progress, self.epoch.number)
         self.kinds.append("|")
 
-    def _on_dispatched(self, event: StepDispatched) -> None:
-        super()._on_dispatched(event)
-        step, s = event.step, self.epoch.slots
-        able = self._decodable(step)
-        kind = "P" if step.starts[0] < s.entry[step.slots[0]] else "D"
-        if self.interleave and kind == "P" and self.kinds[-1:] == ["P"]:
-            demand(not able, "interleaving", f"two prefills in a row while slots {able} could decode")
-        if kind == "D":
-            self.coverage["paused"] += bool(able)
-        self.kinds.append(kind)
-        self.coverage["steps of prefill" if kind == "P" else "steps of decode"] += 1
-        rows = self.epoch.running
-        part = rows[(s.computed[rows] < s.entry[rows]) & (s.computed[rows] > 0)]
-        demand(
-            len(part) <= 1 or self.store.counters["rollbacks_total"] > 0, "single prefill", f"slots {part} in prefill"
-        )
-        self._check_reservations()
-
-    def _check_reservations(self) -> None:
-        """Block reservation: the blocks that running requests may still need are free."""
-        s, pool, size = self.epoch.slots, self.epoch.kv.pool, self.limits.block_size
-        owed = 0
-        for slot in self.epoch.running.tolist():
-            needed = -(-(int(s.limit[slot]) - 1) // size)
-            owed += max(0, needed - len(self.epoch.kv.tables[slot]))
-        demand(0 <= owed <= pool.num_free, "block reservation", f"{owed} blocks are reserved, {pool.num_free} are free")
-
-    def _on_updated(self, step: InflightStep) -> None:
-        s = self.epoch.slots
-        for slot in step.slots.tolist():
-            if s.state[slot] == LIVE and s.tokens[slot] == s.entry[slot] + 1:
-                committed = int(s.committed(np.array([slot]))[0])
-                demand(committed >= int(s.entry[slot]), "prefill progress", f"slot {slot} was prefilled to {committed}")
-        super()._on_updated(step)
-
     def dispatch(self) -> int:
         before = len(self.plans)
         sent = super().dispatch()
@@ -262,10 +270,6 @@ class RigidWorld(World):
                     predicted >= actual, "predicted length", f"step {plan.step_id}: tkv {predicted}, actual {actual}"
                 )
         return sent
-
-    def _check_scheduled(self, name: str, stream: SimulatedStream, finish: object) -> None:
-        if not self.store.counters["rollbacks_total"]:
-            super()._check_scheduled(name, stream, finish)  # type: ignore[arg-type]
 
 
 def limits(**changes: int | bool) -> Limits:

@@ -13,7 +13,7 @@ from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
 from tests.event_recorder import EventRecorder
 from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered
-from tests.simulation.world import _RESULTS, World, params, prompt_of
+from tests.simulation.world import RESULTS, World, params, prompt_of
 
 
 def num_aborted(recorder: EventRecorder) -> int:
@@ -141,7 +141,7 @@ def test_a_worker_fault_ends_every_request_with_an_error(depth: int) -> None:
     streams.append(world.add(prompt_of(8), params(5), priority=-1))
     world.complete()
     world.fail_all("RuntimeError: out of memory")
-    world.publish()
+    world.frontends.receive()
     assert done.finish.reason is FinishReason.LENGTH
     for stream in streams:
         assert stream.finish.reason is FinishReason.ERROR
@@ -173,8 +173,8 @@ def test_a_result_that_does_not_match_its_plan_is_refused_whole(wrong: dict[str,
     world = World(ROOMY, 2)
     streams = [world.add(prompt_of(5, seed=i), params(9, eos=False)) for i in range(2)]
     world.dispatch()
-    result = _RESULTS.decode(world.pending[1])
+    result = RESULTS.decode(world.pending[1])
     with pytest.raises(UnknownResult):
         world.engine.on_result(msgspec.structs.replace(result, **wrong))
-    world.publish()
+    world.frontends.receive()
     assert [stream.tokens for stream in streams] == [[], []]

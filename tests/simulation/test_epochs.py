@@ -124,7 +124,7 @@ def test_a_request_that_finished_in_the_turn_of_the_loss_keeps_its_finish() -> N
     world.dispatch()
     world.complete()
     world.end_epoch()
-    world.publish()
+    world.frontends.receive()
     assert done.finish.reason is FinishReason.LENGTH
     world.start_epoch(world.limits, ChunkedPolicy())
     world.drain()

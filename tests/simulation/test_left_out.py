@@ -15,9 +15,10 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.policies import ChunkedPolicy
+from tests.simulation.answer_checks import SimulatedStream
 from tests.simulation.faults import Fault, FaultList, assert_caught, parameters
 from tests.simulation.grammar import structured
-from tests.simulation.world import SimulatedStream, World, params, prompt_of
+from tests.simulation.world import World, params, prompt_of
 
 ROOMY = Limits(
     max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=128, block_size=16, leaves_rows_out=True
@@ -62,7 +63,7 @@ def test_neighbours_lose_no_step(depth: int) -> None:
             world.leave_out()
         world.complete()
         world.dispatch()
-        world.publish()
+        world.frontends.receive()
         assert (len(other.tokens), len(stream.tokens)) == (received, 0)
         assert world.store.counters["left_out_rows_total"] == received
         assert world.store.counters["wasted_tokens_total:left_out_row"] == received

@@ -5,8 +5,9 @@ import pytest
 from protocol.codec import unpack
 from protocol.media import Media, MediaItem
 from services.scheduler.core.limits import Limits
+from tests.simulation.invariants import InvariantError
 from tests.simulation.test_acceptance import DEPTHS
-from tests.simulation.world import DeliveryError, World, params, prompt_of
+from tests.simulation.world import World, params, prompt_of
 
 LIMITS = Limits(4, 64, 128, 96, 4, encoder_budget=10)
 
@@ -43,7 +44,7 @@ def test_equal_prompts_hit_up_to_the_first_other_image() -> None:
     ],
 )
 def test_impossible_images_are_refused(items: list[MediaItem], why: str) -> None:
-    with pytest.raises(DeliveryError, match=why):
+    with pytest.raises(InvariantError, match=why):
         World(LIMITS, 2).add(prompt_of(40), params(2, eos=False), media=Media(items))
 
 

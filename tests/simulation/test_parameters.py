@@ -12,10 +12,11 @@ from protocol.sampling import SamplingParams
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BatchingPolicy
 from tests.matrix import covering
+from tests.simulation.answer_checks import SimulatedStream
 from tests.simulation.drafts import Speculating
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, with_parameters
 from tests.simulation.reference import reference
-from tests.simulation.world import SimulatedStream, World, params, prompt_of
+from tests.simulation.world import World, params, prompt_of
 
 VOCAB = 64
 STORM = Limits(max_num_seqs=8, max_num_batched_tokens=24, max_model_len=96, num_blocks=12, block_size=16)

@@ -12,8 +12,9 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import SchedulerView, StepBudget
 from services.scheduler.policies.phased import PhasedPolicy
+from tests.simulation.answer_checks import SimulatedStream
 from tests.simulation.rigid import RigidWorld, limits, play
-from tests.simulation.world import SimulatedStream, params
+from tests.simulation.world import params
 
 SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
 SEEDS, CHUNK = (320, 40) if SOAK else (30, 30)

@@ -15,12 +15,13 @@ from services.scheduler.core.deferred_masks import MAX_MASK_BYTES
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
 from tests.matrix import covering
+from tests.simulation.answer_checks import SimulatedStream
 from tests.simulation.drafts import ACCEPTANCES, Speculating
 from tests.simulation.grammar import structured
 from tests.simulation.parameters import MATRIX, STRUCTURED
 from tests.simulation.reference import reference
 from tests.simulation.test_parameters import STORM, assert_it_shows, storm
-from tests.simulation.world import SimulatedStream, World, params, prompt_of
+from tests.simulation.world import World, params, prompt_of
 
 VOCAB = 64
 ROOMY = Limits(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512, num_blocks=256, block_size=16)

@@ -6,13 +6,14 @@ from protocol.requests import FinishReason
 from protocol.suspects import PROGRESS, SUSPECT_AFTER
 from services.scheduler.core.suspects import GUILTY
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy, PhasedPolicy
+from tests.simulation.answer_checks import SimulatedStream
 from tests.simulation.test_acceptance import DEPTHS, ROOMY
-from tests.simulation.world import SimulatedStream, World, params, prompt_of
+from tests.simulation.world import World, params, prompt_of
 
 
 def lose_workers(world: World, policy: BatchingPolicy | None = None) -> None:
     world.end_epoch(is_fault=True)
-    world.publish()
+    world.frontends.receive()
     world.start_epoch(world.limits, policy or ChunkedPolicy())
 
 

@@ -96,8 +96,16 @@ class ScriptedGroup(WorkerGroup):
     def start(self, at: float = 0.0) -> Started:
         """From the assignment to the epoch in effect."""
         ranks = "".join(member.peer.decode() for member in self.roster.ranks)
-        self.send(ranks, msgspec.structs.replace(LOADED, epoch=self.epoch), at)
-        *_, started = self.send(ranks, Ready(self.epoch), at)
+        self.load(ranks, at)
+        return self.ready(ranks, at)
+
+    def load(self, names: str, at: float = 0.0, **changes: object) -> list[Action]:
+        """The weights are loaded."""
+        return self.send(names, msgspec.structs.replace(LOADED, epoch=self.epoch, **changes), at)
+
+    def ready(self, names: str, at: float = 0.0) -> Started:
+        """The last ranks are ready."""
+        *_, started = self.send(names, Ready(self.epoch), at)
         assert isinstance(started, Started)
         return started
 
@@ -156,19 +164,14 @@ def test_a_tensor_parallel_group_shares_a_machine_whatever_the_order_of_registra
 
 def test_all_get_the_least_that_any_can_hold_and_serve_when_all_are_ready() -> None:
     g = registered("a", "b", tensor_parallel_size=2)
-    assert g.send("a", replace_blocks(700, 1)) == []
-    assert sent(g.send("b", replace_blocks(300, 1)), InitializeCache) == {
+    assert g.load("a", num_blocks=700) == []
+    assert sent(g.load("b", num_blocks=300), InitializeCache) == {
         "a": InitializeCache(300, 512, epoch=1, whole_steps=True),
         "b": InitializeCache(300, 512, epoch=1, whole_steps=True),
     }
     assert g.send("a", Ready(1)) == []
-    (started,) = g.send("b", Ready(1))
-    assert isinstance(started, Started)
+    started = g.ready("b")
     assert (started.peers, started.limits.num_blocks, g.status.phase) == ([b"a", b"b"], 300, EnginePhase.READY)
-
-
-def replace_blocks(blocks: int, epoch: int) -> Loaded:
-    return msgspec.structs.replace(LOADED, num_blocks=blocks, epoch=epoch)
 
 
 def test_lost_rank_ends_the_epoch_and_a_spare_takes_its_place_at_once() -> None:
@@ -392,8 +395,7 @@ def test_rank_with_other_weights_is_refused_and_named() -> None:
     g.register("a")
     g.send("a", loaded_parts(g.epoch, norm="1", left="2"))
     g.send("c", loaded_parts(g.epoch, norm="1", right="3"))
-    (started,) = g.send("ac", Ready(g.epoch))
-    assert isinstance(started, Started)
+    g.ready("ac")
 
 
 def test_replacement_must_have_the_weights_of_the_lost_rank() -> None:
@@ -501,10 +503,9 @@ def test_groups_that_were_idle_for_long_are_no_reason_to_give_up(seconds: float,
 @pytest.mark.parametrize(("whole_prompts", "longest"), [(False, 512), (True, 257)])
 def test_a_model_that_computes_prompts_in_one_step_has_no_longer_context(whole_prompts: bool, longest: int) -> None:
     g = registered("a", max_num_batched_tokens=256)
-    g.send("a", msgspec.structs.replace(LOADED, epoch=1, pooling=PoolingModel("embed", 8, whole_prompts)))
-    (started,) = g.send("a", Ready(1))
-    assert isinstance(started, Started)
-    assert (started.limits.max_model_len, started.limits.enable_prefix_caching) == (longest, not whole_prompts)
+    g.load("a", pooling=PoolingModel("embed", 8, whole_prompts))
+    limits = g.ready("a").limits
+    assert (limits.max_model_len, limits.enable_prefix_caching) == (longest, not whole_prompts)
 
 
 def test_a_worker_that_has_not_registered_is_expected_until_it_is_stopped() -> None:
@@ -539,13 +540,10 @@ def test_sizes_are_those_of_all_ranks(
     config: dict[str, object], changes: dict[str, object], expected: dict[str, object]
 ) -> None:
     """`changes`: what only one of the ranks has."""
-    names = "ab"
-    g = registered(*names, **{"tensor_parallel_size": 3 - int(config.get("pipeline_parallel_size", 1))} | config)
-    loaded = msgspec.structs.replace(LOADED, epoch=1)
-    g.send("a", msgspec.structs.replace(loaded, **changes))
-    g.send("b", loaded)
-    *_, started = g.send(names, Ready(1))
-    assert isinstance(started, Started)
+    g = registered(*"ab", **{"tensor_parallel_size": 3 - int(config.get("pipeline_parallel_size", 1))} | config)
+    g.load("a", **changes)
+    g.load("b")
+    started = g.ready("ab")
     assert {name: getattr(started.limits, name) for name in expected} == expected
     assert started.kv_peers == ()
 
@@ -580,7 +578,7 @@ def test_ranks_that_a_signal_has_stopped_leave_together(is_idle: bool, seconds: 
 
 def test_more_blocks_than_the_workers_hold_are_refused_by_flag() -> None:
     g = registered("a", num_gpu_blocks_override=2000)
-    actions = g.send("a", replace_blocks(1000, 1))
+    actions = g.load("a", num_blocks=1000)
     error = "--num-gpu-blocks-override 2000: the workers can hold 1000 blocks; raise --kv-cache-memory-bytes"
     assert sent(actions, Shutdown) == {"a": Shutdown(error)}
     assert g.status[:2] == (EnginePhase.FAILED, error)
@@ -678,7 +676,7 @@ def test_a_rank_that_hangs_while_another_has_loaded_is_given_up_soon() -> None:
     """A rank that waits for the others measures no work."""
     g = registered("a", "b", tensor_parallel_size=2)
     g.send("ab", Heartbeat(1, 0, work=5.0), 1.0)
-    g.send("a", replace_blocks(700, 1), 2.0)
+    g.load("a", 2.0)
     for now in range(3, 125):
         g.send("a", Heartbeat(1, 0), float(now))
         g.send("b", Heartbeat(1, 0, work=5.0), float(now))
@@ -909,15 +907,11 @@ def test_only_blocks_that_all_ranks_hold_are_adopted() -> None:
             [int(block[1:]) for block in blocks], [name.encode() * NAME_BYTES for name in blocks.values()]
         )
 
-    loaded = msgspec.structs.replace(LOADED, num_blocks=6, epoch=g.epoch)
-    g.send("a", msgspec.structs.replace(loaded, held=held(b4="p", b0="q", b1="r", b2="s", b6="t")))
-    inits = sent(
-        g.send("b", msgspec.structs.replace(loaded, held=held(b0="q", b1="x", b4="p", b6="t", b3="u"))), InitializeCache
-    )
+    g.load("a", num_blocks=6, held=held(b4="p", b0="q", b1="r", b2="s", b6="t"))
+    actions = g.load("b", num_blocks=6, held=held(b0="q", b1="x", b4="p", b6="t", b3="u"))
+    inits = sent(actions, InitializeCache)
     assert {init.canary_block for init in inits.values() if isinstance(init, InitializeCache)} == {1}
-    *_, started = g.send("ab", Ready(g.epoch))
-    assert isinstance(started, Started)
-    assert started.held == held(b4="p", b0="q"), "in the order of rank 0, and none beyond the cache"
+    assert g.ready("ab").held == held(b4="p", b0="q"), "in the order of rank 0, and none beyond the cache"
 
 
 @pytest.mark.parametrize("is_next_scheduler", [False, True])
@@ -937,14 +931,11 @@ def test_blocks_in_memory_that_has_missed_a_drop_are_not_adopted(
         g.lose("a", 1.0)
         g.register("b")
     held = NamedBlocks.from_lists([0], [b"p" * NAME_BYTES])
-    loaded = msgspec.structs.replace(LOADED, epoch=g.epoch, held=held)
-    g.send("b", msgspec.structs.replace(loaded, dropped_in=first))
-    inits = sent(g.send("c", msgspec.structs.replace(loaded, dropped_in=other)), InitializeCache)
+    g.load("b", held=held, dropped_in=first)
+    inits = sent(g.load("c", held=held, dropped_in=other), InitializeCache)
     last = max(epoch for epoch in (first, other, int(not is_next_scheduler)) if epoch <= g.epoch)
     assert [init.dropped_in for init in inits.values() if isinstance(init, InitializeCache)] == [last, last]
-    *_, started = g.send("bc", Ready(g.epoch))
-    assert isinstance(started, Started)
-    assert started.held == (held if first == other == last else None)
+    assert g.ready("bc").held == (held if first == other == last else None)
 
 
 @pytest.mark.parametrize("epochs", [(7, 8), (8, 7), (None, 8), (8, None)])
@@ -953,18 +944,16 @@ def test_the_latest_pins_go_on(epochs: tuple[int | None, int | None]) -> None:
     g = registered("a", "b", tensor_parallel_size=2)
     for name, epoch in zip("ab", epochs, strict=True):
         pins = None if epoch is None else KeepPins(epoch, 16, [KeptPin(f"of {epoch}", "", bytes(NAME_BYTES))])
-        g.send(name, msgspec.structs.replace(LOADED, epoch=g.epoch, pins=pins))
-    *_, started = g.send("ab", Ready(g.epoch))
-    assert isinstance(started, Started)
-    assert started.pins is not None
-    assert started.pins.epoch == 8
+        g.load(name, pins=pins)
+    pins = g.ready("ab").pins
+    assert pins is not None
+    assert pins.epoch == 8
 
 
 def test_the_test_step_takes_a_block_if_all_are_held() -> None:
     g = registered("a")
     held = NamedBlocks.from_lists([1, 0], [b"p" * NAME_BYTES, b"q" * NAME_BYTES])
-    loaded = msgspec.structs.replace(LOADED, num_blocks=2, max_model_len=32, epoch=g.epoch, held=held)
-    (init,) = sent(g.send("a", loaded), InitializeCache).values()
+    (init,) = sent(g.load("a", num_blocks=2, max_model_len=32, held=held), InitializeCache).values()
     assert isinstance(init, InitializeCache)
     assert init.canary_block == 0, "the one that became whole last"
 
@@ -988,13 +977,9 @@ def test_engines_of_other_weights_or_factors_of_longrope_are_not_equal() -> None
     def identity(context: int, longrope: str, **changes: str) -> str:
         g = group()
         g.register("a", **changes)
-        g.send(
-            "a", msgspec.structs.replace(LOADED, num_blocks=2, max_model_len=context, longrope=longrope, epoch=g.epoch)
-        )
-        *_, started = g.send("a", Ready(g.epoch))
-        assert isinstance(started, Started)
+        g.load("a", num_blocks=2, max_model_len=context, longrope=longrope)
         reports = StateReports(SchedulerConfig(), 1, g, StructuredOutput(None, None), TierReports(16))
-        state = reports.state(g.status, started, None)
+        state = reports.state(g.status, g.ready("a"), None)
         assert state.max_model_len == 32
         return state.identity
 
