@@ -1,15 +1,12 @@
 """GGUF files give the logits and the tokens of `transformers` with the dequantised weights."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.checkpoint.gguf import read_header
-from services.checkpoint.gguf.config import hf_config
 from services.checkpoint.gguf.tensor_types import TENSOR_TYPES
 from services.cli.app import run
 from services.worker.backends.native.model.config import ModelConfig
@@ -111,33 +108,6 @@ def test_configuration_is_that_of_the_model(tmp_path: Path) -> None:
     ours, theirs = (ModelConfig.from_checkpoint(tmp_path / name) for name in ("model.gguf", "original"))
     assert (ours.ropes, ours.num_heads, ours.norm_eps) == (theirs.ropes, theirs.num_heads, theirs.norm_eps)
     assert ours.tied is theirs.tied is False
-    header = read_header(family.path)
-    embedding = replace(header, metadata={**header.metadata, "llama.attention.causal": False})
-    assert (hf_config(header)["is_causal"], hf_config(embedding)["is_causal"]) == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "keys", "plain", "changed"),
-    [
-        (
-            "llama4", {"expert_count": 128, "attention.sliding_window": 64},
-            ("use_qk_norm", "attention_chunk_size"), [True, 8192], [False, 64],
-        ),
-        ("gemma3", {"block_count": 62}, ("query_pre_attn_scalar",), [32], [16]),
-    ],
-)  # fmt: skip
-def test_the_largest_models_of_some_families_differ(
-    name: str,
-    changes: dict[str, int],
-    keys: tuple[str, ...],
-    plain: list[object],
-    changed: list[object],
-    tmp_path: Path,
-) -> None:
-    header = read_header(gguf_models.write(tmp_path / "model.gguf", name, "F32").path)
-    metadata = {**header.metadata, **{f"{name}.{key}": value for key, value in changes.items()}}
-    found = [hf_config(each) for each in (header, replace(header, metadata=metadata))]
-    assert [[config[key] for key in keys] for config in found] == [plain, changed]
 
 
 def test_convert_prints_the_directory_and_says_what_it_has_written(

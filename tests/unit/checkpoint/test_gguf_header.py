@@ -9,7 +9,6 @@ import pytest
 
 from services.checkpoint import CheckpointError
 from services.checkpoint.gguf import forget_headers, read_header
-from services.checkpoint.gguf.rope import rope_scaling
 from tests.unit.checkpoint.gguf_files import RawFile, entry, tensor, text
 
 F32, Q4_0, IQ3_S = 0, 2, 21
@@ -40,15 +39,6 @@ def test_header_is_kept_until_it_is_forgotten(tmp_path: Path) -> None:
     del header
     forget_headers()
     assert kept() is None
-
-
-@pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor", "yarn_ext_factor"])
-def test_factor_of_rotary_scaling_that_is_not_computed(key: str, tmp_path: Path) -> None:
-    kind, factor = entry("llama.rope.scaling.type", "yarn"), entry("llama.rope.scaling.factor", ("f32", 4.0))
-    given = entry(f"llama.rope.scaling.{key}", ("f32", 1.5))
-    header = read_header(RawFile([ARCHITECTURE, kind, factor, given]).write(tmp_path / "m.gguf"))
-    with pytest.raises(CheckpointError, match=f"llama.rope.scaling.{key} 1.5 is not supported"):
-        rope_scaling(header, 16, 1e4)
 
 
 HOSTILE = {
