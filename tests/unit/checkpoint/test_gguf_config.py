@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.checkpoint import CheckpointError
 from services.checkpoint.gguf import GgufHeader, GgufTensor
 from services.checkpoint.gguf.config import generation_config, hf_config
+from services.checkpoint.gguf.rope import rope_scaling
 from services.checkpoint.gguf.tensor_types import TENSOR_TYPES
 
 PLAIN = {
@@ -91,3 +93,14 @@ def test_models_that_are_refused(name: str, values: dict[str, Any], reason: str)
 def test_biases_and_a_head_of_its_own() -> None:
     found = config("llama", {}, "blk.0.attn_output.bias", "blk.0.ffn_down.bias", "output.weight")
     assert (found["attention_bias"], found["mlp_bias"], found["tie_word_embeddings"]) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(0, "the values of rope_freqs.weight are not those of Llama"), (1, r"is F16 \[8\], not F32 \[8\]")],
+)
+def test_rotary_factors_of_another_kind_or_type_are_refused(kind: int, reason: str, tmp_path: Path) -> None:
+    (file := tmp_path / "m.gguf").write_bytes(np.arange(1, 9, dtype="<f4").tobytes())
+    tensor = GgufTensor("rope_freqs.weight", (8,), TENSOR_TYPES[kind], 0)
+    with pytest.raises(CheckpointError, match=reason):
+        rope_scaling(GgufHeader(file, {"general.architecture": "llama"}, {tensor.name: tensor}), 16, 1e4)

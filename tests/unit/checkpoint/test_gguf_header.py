@@ -20,11 +20,12 @@ def array(kind: int, length: int, content: bytes = b"") -> bytes:
     return text("k") + struct.pack("<IIQ", 9, kind, length) + content
 
 
-def test_header_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [2, 3])
+def test_header_is_read(version: int, tmp_path: Path) -> None:
     described = [tensor("a", (4, 2), F32, 32), tensor("b", (32, 3), Q4_0, 64)]
     numbers = array(5, 2, struct.pack("<2i", 7, -1))
-    file = RawFile([ARCHITECTURE, numbers], described, bytes(32 + 32 + 54)).write(tmp_path / "m.gguf")
-    header = read_header(file)
+    file = RawFile([ARCHITECTURE, numbers], described, bytes(32 + 32 + 54), version=version)
+    header = read_header(file.write(tmp_path / "m.gguf"))
     assert header.architecture == "llama"
     assert header.numbers("k") == [7, -1]
     a, b = header.tensors.values()
