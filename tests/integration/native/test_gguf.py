@@ -103,14 +103,6 @@ def test_missing_tensor_and_other_shape_are_refused(tmp_path: Path) -> None:
         checkpoint.blocks("model.norm.weight", (65,))
 
 
-def test_configuration_is_that_of_the_model(tmp_path: Path) -> None:
-    family = gguf_models.write(tmp_path / "model.gguf", "llama-rope-llama3", "Q8_0")
-    family.model.save_pretrained(tmp_path / "original")
-    ours, theirs = (ModelConfig.from_checkpoint(tmp_path / name) for name in ("model.gguf", "original"))
-    assert (ours.ropes, ours.num_heads, ours.norm_eps) == (theirs.ropes, theirs.num_heads, theirs.norm_eps)
-    assert ours.tied is theirs.tied is False
-
-
 def test_convert_names_what_it_has_written_and_keeps_it_until_the_file_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
