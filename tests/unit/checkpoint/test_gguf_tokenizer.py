@@ -10,7 +10,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
 from services.checkpoint import CheckpointError, read_json, read_text, special_tokens
-from services.checkpoint.default_model import packaged_model
 from services.checkpoint.gguf.pre_tokenizers import pre_tokenizer
 from services.frontend.text.tokenizer import Tokenizer as ServedTokenizer
 
@@ -270,15 +269,3 @@ def test_default_rules_divide_numbers_by_three() -> None:
     parts = Tokenizer.from_str(json.dumps(content)).pre_tokenizer.pre_tokenize_str("It's 12345 a+b")
     assert [part for part, _ in parts] == ["It", "'", "s", "Ġ", "123", "45", "Ġa", "+", "b"]
     assert pre_tokenizer("llama4") == pre_tokenizer("gpt-4o")
-
-
-@pytest.mark.skipif(packaged_model() is None, reason="deploy/model.txt is not installed")
-def test_default_model_has_the_ids_of_smollm2() -> None:
-    path = packaged_model()
-    assert path is not None
-    content = read_json(path, "tokenizer.json")["model"]
-    original = plain(smollm())(content["vocab"], [tuple(pair) for pair in content["merges"]])
-    ours = ServedTokenizer(path)
-    for text in TEXTS:
-        assert ours.encode(text) == original.encode(text).ids
-    assert ours.encode("Hello") == [19556]
