@@ -210,6 +210,11 @@ def test_tiers_are_those_of_the_weights(rank: Rank) -> None:
     for digest in ("1", "1", "2"):
         offload.open(rank.memory, Loaded("", 0, 0, SIZE, BLOCKS, contents={"norm": digest}), rank=0)
     assert len(made) == len({*made}) == 2
+    offload = Offload(WorkerConfig(kv_offload_bytes=1), rank.answers.put, lambda *_: [rank.tier])
+    offload.open(rank.memory, Loaded("", 0, 0, SIZE, BLOCKS), rank=0)
+    rank.tier.put(name(1), memoryview(b"1"))
+    offload.forget()
+    assert not rank.tier.has(name(1)), "it may have been dropped from those of others"
 
 
 @pytest.mark.parametrize(
