@@ -168,6 +168,8 @@ def test_a_block_that_is_filled_has_no_name(rank: Rank) -> None:
 def test_nothing_is_touched_after_the_end(rank: Rank) -> None:
     rank.tier.put(name(5), memoryview(bytes(LAYERS * SIZE + SIZE)))
     before, gate = rank.content(1), threading.Barrier(2, timeout=10)
+    rank.whole(3)
+    assert rank.transfers.find([name(3)])[0] == 1
     rank.tier.before = lambda name: (gate.wait(), gate.wait())
     rank.load(1, {1: 5})
     gate.wait()
@@ -175,6 +177,7 @@ def test_nothing_is_touched_after_the_end(rank: Rank) -> None:
     gate.wait()
     assert rank.answer().count == 0
     assert rank.content(1) == before
+    assert rank.transfers.find([name(3)])[0] == 0
 
 
 def drop(ticket: int, *numbers: int) -> LoadBlocks:
