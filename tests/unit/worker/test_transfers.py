@@ -177,6 +177,7 @@ def test_nothing_is_touched_after_the_end(rank: Rank) -> None:
     gate.wait()
     assert rank.answer().count == 0
     assert rank.content(1) == before
+    rank.tier.before = lambda name: None
     assert rank.transfers.find([name(3)])[0] == 0
 
 
