@@ -79,7 +79,7 @@ def _json(line: str) -> dict[str, object] | None:
     if not line.startswith("{"):
         return None
     try:
-        content = json.loads(line)
+        content: dict[str, object] = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) else None
+    return content

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -222,14 +221,3 @@ def test_a_damaged_segment_before_the_last_one_is_refused(tmp_path: Path) -> Non
     file.write_bytes(data)
     with pytest.raises(RecordingError, match="damaged"):
         [*EventRecording(tmp_path).records()]
-
-
-def test_a_recording_contains_no_token_of_a_prompt(tmp_path: Path) -> None:
-    """The prompts' bytes are not in the records of a recording without tokens, and are in those of one with tokens."""
-    for has_tokens in (False, True):
-        directory = tmp_path / str(has_tokens)
-        directory.mkdir()
-        record(directory, 3, 2, False, has_tokens)
-        prompts = [np.array(arrival.prompt, np.int32).tobytes() for arrival in draw(3).arrivals]
-        stored = b"".join(map(msgspec.msgpack.encode, EventRecording(directory).records()))
-        assert any(prompt in stored for prompt in prompts if len(prompt) > 16) == has_tokens

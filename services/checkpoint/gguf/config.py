@@ -72,7 +72,7 @@ def _gemma3(header: GgufHeader) -> dict[str, Any]:
     """The file has no pattern of layers and no base of layers with a window; they are those of all published models.
     Scores are scaled by the size of heads, except in the model of 27 billion parameters."""
     heads, hidden = _size(header, "attention.head_count"), _size(header, "embedding_length")
-    head_dim = _size(header, "attention.key_length", 256)
+    head_dim = head_size(header)
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
         if header.number(f"gemma3.{key}", 0.0):
             raise CheckpointError(f"{header.path}: gemma3.{key} is not supported")

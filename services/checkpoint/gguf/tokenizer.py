@@ -135,13 +135,12 @@ def _merges(scores: Mapping[str, float], ids: Mapping[str, int]) -> list[tuple[s
         scores: of the pieces that a merge may make.
         ids: of all pieces.
     """
-    found: list[tuple[float, int, int, int, str, str]] = []
+    found: list[tuple[float, int, int, str, str]] = []
     for piece, score in scores.items():
         pairs = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
         pairs = [(left, right) for left, right in pairs if left in ids and right in ids]
-        pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        found.extend((score, -ids[piece], len(left), len(right), left, right) for left, right in pairs)
-    found.sort(key=lambda each: each[:4], reverse=True)
+        found.extend((score, -ids[piece], len(left), left, right) for left, right in pairs)
+    found.sort(reverse=True)
     return [(left, right) for *_, left, right in found]
 
 

@@ -1,21 +1,19 @@
 """GGUF files give the logits and the tokens of `transformers` with the dequantised weights."""
 
+import os
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.checkpoint.gguf import read_header
-from services.checkpoint.gguf.config import hf_config
 from services.checkpoint.gguf.tensor_types import TENSOR_TYPES
 from services.cli.app import run
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.loading import has_blocks
 from services.worker.runner import LoadError
-from services.worker.weights import model_digest, open_checkpoint
+from services.worker.weights import conversion, model_digest, open_checkpoint
 from services.worker.weights.conversion import convert
 from tests.integration.native import gguf_models
 from tests.integration.native.driver import RunnerDriver
@@ -105,48 +103,31 @@ def test_missing_tensor_and_other_shape_are_refused(tmp_path: Path) -> None:
         checkpoint.blocks("model.norm.weight", (65,))
 
 
-def test_configuration_is_that_of_the_model(tmp_path: Path) -> None:
-    family = gguf_models.write(tmp_path / "model.gguf", "llama-rope-llama3", "Q8_0")
-    family.model.save_pretrained(tmp_path / "original")
-    ours, theirs = (ModelConfig.from_checkpoint(tmp_path / name) for name in ("model.gguf", "original"))
-    assert (ours.ropes, ours.num_heads, ours.norm_eps) == (theirs.ropes, theirs.num_heads, theirs.norm_eps)
-    assert ours.tied is theirs.tied is False
-    header = read_header(family.path)
-    embedding = replace(header, metadata={**header.metadata, "llama.attention.causal": False})
-    assert (hf_config(header)["is_causal"], hf_config(embedding)["is_causal"]) == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "keys", "plain", "changed"),
-    [
-        (
-            "llama4", {"expert_count": 128, "attention.sliding_window": 64},
-            ("use_qk_norm", "attention_chunk_size"), [True, 8192], [False, 64],
-        ),
-        ("gemma3", {"block_count": 62}, ("query_pre_attn_scalar",), [32], [16]),
-    ],
-)  # fmt: skip
-def test_the_largest_models_of_some_families_differ(
-    name: str,
-    changes: dict[str, int],
-    keys: tuple[str, ...],
-    plain: list[object],
-    changed: list[object],
-    tmp_path: Path,
+def test_convert_names_what_it_has_written_and_keeps_it_until_the_file_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    header = read_header(gguf_models.write(tmp_path / "model.gguf", name, "F32").path)
-    metadata = {**header.metadata, **{f"{name}.{key}": value for key, value in changes.items()}}
-    found = [hf_config(each) for each in (header, replace(header, metadata=metadata))]
-    assert [[config[key] for key in keys] for config in found] == [plain, changed]
+    """In several files of weights, each of which others may read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(conversion, "_SHARD_BYTES", 1 << 16)
+    family = gguf_models.write(tmp_path / "model.gguf", "llama", "F16")
 
+    def converted(*options: str) -> tuple[Path, str]:
+        assert run(["convert", str(family.path), *options]) == 0
+        printed = capsys.readouterr()
+        directory, (said, _, files) = Path(printed.out.removesuffix("\n")), printed.err.splitlines()[-1].partition(": ")
+        assert {file.name for file in directory.iterdir()} == set(re.findall(r"([\w.-]+) \([\d.]+ \w+\)", files))
+        return directory, said
 
-def test_convert_prints_the_directory_and_says_what_it_has_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, out = tmp_path / "model.gguf", tmp_path / "out"
-    gguf_models.write(model, "llama", "Q8_0")
-    assert run(["convert", str(model), "--out", str(out)]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == f"{out}\n"
-    (line,) = [line for line in printed.err.splitlines() if line.startswith("written: ")]
-    assert {file.name for file in out.iterdir()} == set(re.findall(r"([\w.]+) \([\d.]+ \w+\)", line))
+    directory, said = converted("--dtype", "float32")
+    assert said == "written"
+    assert converted("--dtype", "float32") == (directory, "kept from an earlier conversion")
+    weights = [*directory.glob("*.safetensors")]
+    assert max(file.stat().st_size for file in weights) < 1 << 18 < sum(file.stat().st_size for file in weights)
+    assert [path.stat().st_mode & 0o777 for path in (directory, *weights)] == [0o755, *[0o644] * len(weights)]
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    assert all(map(torch.equal, model.parameters(), family.model.parameters()))
+    assert run(["convert", str(family.path), "--out", str(directory)]) == 2
+    assert f"{directory} is not empty; name another directory" in capsys.readouterr().err
+    assert converted("--out", str(tmp_path / "out")) == (tmp_path / "out", "written")
+    os.utime(family.path, (1, 1))
+    assert len({directory, converted("--dtype", "float32")[0], converted()[0]}) == 3

@@ -9,7 +9,6 @@ import pytest
 
 from services.checkpoint import CheckpointError
 from services.checkpoint.gguf import forget_headers, read_header
-from services.checkpoint.gguf.rope import rope_scaling
 from tests.unit.checkpoint.gguf_files import RawFile, entry, tensor, text
 
 F32, Q4_0, IQ3_S = 0, 2, 21
@@ -21,11 +20,12 @@ def array(kind: int, length: int, content: bytes = b"") -> bytes:
     return text("k") + struct.pack("<IIQ", 9, kind, length) + content
 
 
-def test_header_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [2, 3])
+def test_header_is_read(version: int, tmp_path: Path) -> None:
     described = [tensor("a", (4, 2), F32, 32), tensor("b", (32, 3), Q4_0, 64)]
     numbers = array(5, 2, struct.pack("<2i", 7, -1))
-    file = RawFile([ARCHITECTURE, numbers], described, bytes(32 + 32 + 54)).write(tmp_path / "m.gguf")
-    header = read_header(file)
+    file = RawFile([ARCHITECTURE, numbers], described, bytes(32 + 32 + 54), version=version)
+    header = read_header(file.write(tmp_path / "m.gguf"))
     assert header.architecture == "llama"
     assert header.numbers("k") == [7, -1]
     a, b = header.tensors.values()
@@ -40,15 +40,6 @@ def test_header_is_kept_until_it_is_forgotten(tmp_path: Path) -> None:
     del header
     forget_headers()
     assert kept() is None
-
-
-@pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor", "yarn_ext_factor"])
-def test_factor_of_rotary_scaling_that_is_not_computed(key: str, tmp_path: Path) -> None:
-    kind, factor = entry("llama.rope.scaling.type", "yarn"), entry("llama.rope.scaling.factor", ("f32", 4.0))
-    given = entry(f"llama.rope.scaling.{key}", ("f32", 1.5))
-    header = read_header(RawFile([ARCHITECTURE, kind, factor, given]).write(tmp_path / "m.gguf"))
-    with pytest.raises(CheckpointError, match=f"llama.rope.scaling.{key} 1.5 is not supported"):
-        rope_scaling(header, 16, 1e4)
 
 
 HOSTILE = {

@@ -10,7 +10,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
 from services.checkpoint import CheckpointError, read_json, read_text, special_tokens
-from services.checkpoint.default_model import packaged_model
 from services.checkpoint.gguf.pre_tokenizers import pre_tokenizer
 from services.frontend.text.tokenizer import Tokenizer as ServedTokenizer
 
@@ -58,9 +57,13 @@ def llama3() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def plain(pre: pre_tokenizers.PreTokenizer, ignore_merges: bool = False) -> Callable[..., Tokenizer]:
+def plain(
+    pre: pre_tokenizers.PreTokenizer, ignore_merges: bool = False, normalizer: normalizers.Normalizer | None = None
+) -> Callable[..., Tokenizer]:
     def make(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=ignore_merges))
+        if normalizer is not None:
+            tokenizer.normalizer = normalizer
         tokenizer.pre_tokenizer = pre
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens(SPECIAL)
@@ -84,6 +87,7 @@ ORIGINALS = {
     "qwen2": (pre_tokenizers.ByteLevel(add_prefix_space=False), of_class(Qwen2Tokenizer)),
     "smollm": (smollm(), plain(smollm())),
     "llama-bpe": (llama3(), plain(llama3(), ignore_merges=True)),
+    "olmo": (pre_tokenizers.ByteLevel(False), plain(pre_tokenizers.ByteLevel(False), normalizer=normalizers.NFC())),
 }
 
 
@@ -109,6 +113,7 @@ def finish(writer: GGUFWriter) -> None:
 def test_byte_level_ids_over_many_scripts(name: str, tmp_path: Path) -> None:
     pre, make = ORIGINALS[name]
     vocabulary, merges = trained(pre)
+    vocabulary["hello"] = len(vocabulary)  # no merge makes it
     original = make(vocabulary, merges)
     writer = write(tmp_path / "m.gguf", "gpt2", vocabulary)
     writer.add_tokenizer_pre(name)
@@ -151,7 +156,7 @@ def test_sentencepiece_ids_over_many_scripts(tmp_path: Path) -> None:
     writer.add_unk_token_id(0)
     finish(writer)
     ours = ServedTokenizer(tmp_path / "m.gguf")
-    for text in [*TEXTS, "<s> hello</s> there", "a<s>b"]:
+    for text in [*TEXTS, "<s> hello</s> there", "a<s>b<unk>c"]:
         ids = original.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_special_tokens=False) == ids, text
         assert ours.encode(text) == [1, *ids]
@@ -160,12 +165,13 @@ def test_sentencepiece_ids_over_many_scripts(tmp_path: Path) -> None:
 
 def test_pieces_with_equal_scores_merge_in_their_order(tmp_path: Path) -> None:
     """The converter of llama.cpp writes such scores if a checkpoint has no SentencePiece model."""
-    pieces = ["x", "y", "b", "c", "xy", "bc", "xyb"]
-    writer = write(tmp_path / "m.gguf", "llama", {piece: number for number, piece in enumerate(pieces)})
+    pieces = ["<unk>", "x", "y", "z", "▁", "xy", "yz"]
+    writer = write(tmp_path / "m.gguf", "llama", {piece: at for at, piece in enumerate(pieces)}, [2, 1, 1, 1, 1, 1, 1])
     writer.add_token_scores([-1000.0] * 7)
     writer.add_add_space_prefix(False)
+    writer.add_unk_token_id(0)
     finish(writer)
-    assert ServedTokenizer(tmp_path / "m.gguf").encode("xybc") == [4, 5]
+    assert ServedTokenizer(tmp_path / "m.gguf").encode("xyz??x") == [5, 3, 0, 1]
 
 
 def test_special_tokens_of_phi3_strip_the_white_space_behind_them(tmp_path: Path) -> None:
@@ -183,6 +189,7 @@ def test_special_tokens_template_and_ends(tmp_path: Path) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(0)
     writer.add_eot_token_id(2)
+    writer.add_uint32("tokenizer.ggml.eom_token_id", 3)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(True)
     writer.add_chat_template([{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}])
@@ -192,7 +199,7 @@ def test_special_tokens_template_and_ends(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     assert special_tokens(path) == {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>"}
     generation = read_json(path, "generation_config.json")
-    assert generation["eos_token_id"] == [0, 2]
+    assert generation["eos_token_id"] == [0, 2, 3]
     assert (generation["temperature"], generation["top_k"]) == (0.6, 20)
     templates = read_json(path, "tokenizer_config.json")["chat_template"]
     assert {entry["name"]: entry["template"] for entry in templates} == {"default": "D", "tool_use": "T"}
@@ -201,17 +208,37 @@ def test_special_tokens_template_and_ends(tmp_path: Path) -> None:
     assert ours.eos_token_id == 0
 
 
+@pytest.mark.parametrize(("pre", "adds"), [("llama-bpe", True), ("gpt-2", False)])
+def test_a_prompt_begins_as_those_of_the_models_with_this_vocabulary(pre: str, adds: bool, tmp_path: Path) -> None:
+    vocabulary, _ = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    types = [4 if token == "<|im_end|>" else 3 if token in SPECIAL else 1 for token in vocabulary]
+    writer = write(tmp_path / "m.gguf", "gpt2", {token: at for at, token in enumerate(vocabulary)}, types)
+    writer.add_tokenizer_pre(pre)
+    writer.add_bos_token_id([*vocabulary].index("<|im_start|>"))
+    finish(writer)
+    ours = ServedTokenizer(tmp_path / "m.gguf")
+    text = "<|im_start|>hi<|im_end|>"
+    ids = ours.encode(text, add_special_tokens=False)
+    assert (ours.encode(text) == ids, ours.encode(text)[1:] == ids) == (not adds, adds)
+    assert ours.decode(ids) == "hi<|im_end|>", "what a user has defined is text"
+
+
 @pytest.mark.parametrize(
-    ("tokens", "ends"),
+    ("tokens", "last", "ends"),
     [
-        (["<|return|>", "<|end|>", "<|call|>"], [0, 2]),
-        (["<|eot_id|>", "x", "<|eom_id|>"], [0, 2]),
-        (["<|eot|>", "x", "<|eom|>"], [0, 2]),
+        (["<|return|>", "<|end|>", "<|call|>"], 3, [0, 2]),
+        (["<|eot_id|>", "x", "<|eom_id|>"], 3, [0, 2]),
+        (["<|eot|>", "x", "<|eom|>"], 3, [0, 2]),
+        (["<|eot|>", "x", "<|im_end|>"], 1, [0]),
     ],
-    ids=["a message of gpt-oss does not end the answer", "a tool call of Llama 3.1 does", "one of Llama 4 does"],
-)
-def test_tokens_that_end_an_answer(tokens: list[str], ends: list[int], tmp_path: Path) -> None:
-    writer = write(tmp_path / "m.gguf", "gpt2", dict(zip(tokens, range(3), strict=True)), [3, 3, 3])
+    ids=[
+        "a message of gpt-oss does not end the answer", "a tool call of Llama 3.1 does", "one of Llama 4 does",
+        "a token of the text does not",
+    ],
+)  # fmt: skip
+def test_tokens_that_end_an_answer(tokens: list[str], last: int, ends: list[int], tmp_path: Path) -> None:
+    """`last`: type of the last one."""
+    writer = write(tmp_path / "m.gguf", "gpt2", dict(zip(tokens, range(3), strict=True)), [3, 3, last])
     writer.add_eos_token_id(0)
     finish(writer)
     assert read_json(tmp_path / "m.gguf", "generation_config.json")["eos_token_id"] == ends
@@ -242,15 +269,3 @@ def test_default_rules_divide_numbers_by_three() -> None:
     parts = Tokenizer.from_str(json.dumps(content)).pre_tokenizer.pre_tokenize_str("It's 12345 a+b")
     assert [part for part, _ in parts] == ["It", "'", "s", "Ġ", "123", "45", "Ġa", "+", "b"]
     assert pre_tokenizer("llama4") == pre_tokenizer("gpt-4o")
-
-
-@pytest.mark.skipif(packaged_model() is None, reason="deploy/model.txt is not installed")
-def test_default_model_has_the_ids_of_smollm2() -> None:
-    path = packaged_model()
-    assert path is not None
-    content = read_json(path, "tokenizer.json")["model"]
-    original = plain(smollm())(content["vocab"], [tuple(pair) for pair in content["merges"]])
-    ours = ServedTokenizer(path)
-    for text in TEXTS:
-        assert ours.encode(text) == original.encode(text).ids
-    assert ours.encode("Hello") == [19556]

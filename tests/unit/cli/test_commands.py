@@ -14,7 +14,6 @@ from services.checkpoint import DEMO_MODEL
 from services.cli.command_help import ORDER
 from services.cli.flags_of_others import HINTS
 from services.config import OMITTED, ServeConfig
-from tests.unit.checkpoint.gguf_files import RawFile, entry
 from tests.unit.cli.command import run_command, run_process
 
 Capture = pytest.CaptureFixture[str]
@@ -52,23 +51,6 @@ def test_hints_are_for_flags_that_do_not_exist() -> None:
     for flag, text in HINTS.items():
         assert flag not in known
         assert set(re.findall(r"--[a-z-]+", text)) <= known | {f"--no-{name[2:]}" for name in known}
-
-
-@pytest.mark.parametrize(
-    ("file", "reason"),
-    [
-        (RawFile(magic=b"GGML", data=bytes(64)), "it begins with b'GGML', not with b'GGUF'; download it again"),
-        (RawFile(counts=(3_000_000, 1)), "3000000 tensors and 1 metadata entries need at least"),
-        (RawFile([entry("general.architecture", "mamba")]), "architecture mamba is not supported"),
-    ],
-)
-def test_serve_refuses_an_unusable_gguf_file_before_a_service_starts(
-    file: RawFile, reason: str, capsys: Capture, tmp_path: Path
-) -> None:
-    path = file.write(tmp_path / "model.gguf")
-    done = run_command(capsys, "serve", str(path))
-    assert (done.status, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    assert reason in done.stderr
 
 
 def test_config_show_prints_a_file_that_config_accepts(

@@ -6,9 +6,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
+from ipaddress import ip_address
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from protocol.security import Security
@@ -116,6 +118,19 @@ def test_worker_is_healthy_with_a_connection_over_ipv6(tmp_path: Path) -> None:
             healthcheck(f"tcp://127.0.0.9:{port}", connected=True, proc=proc)
 
 
+@pytest.mark.parametrize(("state", "is_healthy"), [("01", True), ("02", False), ("06", False)])
+def test_only_an_established_connection_counts(state: str, is_healthy: bool, tmp_path: Path) -> None:
+    """As a socket of IPv6 has it to an address of IPv4."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "stat").write_text("1 (run) S 0")
+    (tmp_path / "net").mkdir()
+    words = np.frombuffer(ip_address("::ffff:127.0.0.1").packed, np.uint32)
+    remote = "".join(f"{word:08X}" for word in words.tolist())
+    (tmp_path / "net" / "tcp6").write_text(f"header\n 0: {'0' * 32}:0001 {remote}:0050 {state} 0\n")
+    with nullcontext() if is_healthy else pytest.raises(Unhealthy, match="there is no connection"):
+        healthcheck("tcp://127.0.0.1:80", connected=True, proc=tmp_path)
+
+
 @pytest.mark.parametrize("state", ["T", "t", "Z"])
 def test_main_process_that_does_not_run_is_unhealthy_despite_its_connection(tmp_path: Path, state: str) -> None:
     proc = main_process(tmp_path, state)
@@ -126,8 +141,12 @@ def test_main_process_that_does_not_run_is_unhealthy_despite_its_connection(tmp_
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--connected"], ["ftp://host"], ["--connected", "http://host:1/"], ["a", "b"], ["--quiet", "a"]]
-)
+    "arguments",
+    [
+        [], ["--connected"], ["ftp://host"], ["--connected", "http://host:1/"], ["--connected", "tcp://host"],
+        ["a", "b"], ["--url", "http://a", "http://b"], ["--quiet", "a"],
+    ],
+)  # fmt: skip
 def test_invalid_target_exits_2_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     done = capsys.readouterr()

@@ -36,15 +36,17 @@ def test_fields_and_traceback_are_members_of_it() -> None:
     logger.addHandler(handler)
     try:
         logger.error("x", extra={"fields": {"status": 200}})
+        logger.error("x", extra={"fields": lambda: {"status": 200}})
         try:
             raise ValueError("two\nlines")
         except ValueError:
             logger.exception("failed")
     finally:
         logger.removeHandler(handler)
-    assert json.loads(found[0])["status"] == 200
-    assert "\n" not in found[1]
-    assert "ValueError: two\nlines" in json.loads(found[1])["exception"]
+    *lines, failed = found
+    assert [json.loads(line)["status"] for line in lines] == [200, 200]
+    assert "\n" not in failed
+    assert "ValueError: two\nlines" in json.loads(failed)["exception"]
 
 
 def test_libraries_write_no_debug_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +68,10 @@ def test_libraries_write_no_debug_lines(monkeypatch: pytest.MonkeyPatch) -> None
         ('{"level": "ERROR", "message": "no model"}', ("ERROR", "no model")),
         ('{"level": "INFO", "message": "fine"}', ("INFO", "fine")),
         ("{not json", None),
+        ('{"":' * 100_000, None),
         ("Killed", None),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_log_lines_are_known_in_both_formats(line: str, entry: tuple[str, str] | None) -> None:
     assert log_entry(line) == entry

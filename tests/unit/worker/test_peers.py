@@ -4,16 +4,21 @@ import os
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
-from protocol.codec import encode
+from protocol.codec import encode, pack
 from protocol.kv_transfer import MAX_FETCH_BYTES, PEER_ROLE, FetchBlocks, FetchedBlocks
+from protocol.membership import Loaded
 from protocol.security import LOCAL, Security
+from protocol.steps import BlocksLoaded, LoadBlocks
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, Server
 from services.cli.transport_keys import make_keys
+from services.config import WorkerConfig
 from services.worker.runner import LoadError
 from services.worker.tiers import peers
+from services.worker.tiers.offload import Offload
 from services.worker.tiers.peers import PeerClient, PeerServer
 from tests.unit.worker.test_transfers import BLOCKS, LAYERS, SIZE, Rank, name
 from tests.waiting import wait_until
@@ -51,23 +56,42 @@ def fetched(client: PeerClient, address: str, *numbers: int) -> list[bytes]:
     return [bytes(block) for block in client.fetch([address], [*map(name, numbers)], BLOCK_BYTES)]
 
 
+@pytest.mark.parametrize("most", [1, 2 * BLOCK_BYTES])
 def test_blocks_are_fetched_by_name_up_to_the_first_that_is_missing(
-    rank: Rank, serve: Callable[..., PeerServer], monkeypatch: pytest.MonkeyPatch
+    rank: Rank, serve: Callable[..., PeerServer], monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """In several messages, of two blocks each. A block of the server's tier counts."""
+    """In several messages, of one block or two each. A block of the server's tier counts."""
     rank.follow(1, 2, 3, 4, 5)
     rank.tier.put(name(6), memoryview(b"6" * BLOCK_BYTES))
-    monkeypatch.setattr(peers, "MAX_FETCH_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(peers, "MAX_FETCH_BYTES", most)
     server, client = serve(), PeerClient(LOCAL, IDENTITY)
     for _ in range(2):
         wanted = [rank.content(block) for block in (1, 2, 3, 4, 5)] + [b"6" * BLOCK_BYTES]
         assert fetched(client, server.address, 1, 2, 3, 4, 5, 6, 7, 1) == wanted
-        assert fetched(client, server.address, 3) == wanted[2:3]
+        assert fetched(client, server.address, 1, 9, 2, 3, 4) == wanted[:1]
+        assert fetched(client, server.address, 3) == wanted[2:3], "no answer to a question before"
         assert fetched(client, server.address, 7, 1) == []
     client.close()
-    other = PeerClient(LOCAL, sha256(b"another model").digest())
-    assert fetched(other, server.address, 1) == []
-    other.close()
+    assert fetched(PeerClient(LOCAL, IDENTITY, rank=1), server.address, 1) == [], "an engine of fewer ranks"
+
+
+def test_engines_with_other_weights_share_no_block() -> None:
+    engines = [(Rank(), WorkerConfig(kv_peer_address=LOOPBACK)) for _ in range(3)]
+    answers = Queue[BlocksLoaded]()
+    offloads = []
+    for (rank, config), digest in zip(engines, ("same", "same", "other"), strict=True):
+        rank.memory.content = "model"
+        offloads.append(offload := Offload(config, answers.put))
+        offload.open(rank.memory, Loaded("", 0, 0, SIZE, BLOCKS, contents={"norm": digest}), 0)
+        offload.begin(rank.memory)
+    first, *others = offloads
+    engines[0][0].whole(1)
+    for offload, count in zip(others, (1, 0), strict=True):
+        offload.load(LoadBlocks(1, 1, 1, pack([0]), name(1), peers=[first.kv_peer]))
+        assert answers.get(timeout=10).count == count
+    for offload, (rank, _) in zip(offloads, engines, strict=True):
+        offload.end(leaves=True)
+        rank.transfers.end()
 
 
 def test_a_peer_that_is_not_there_or_answers_wrongly_is_not_waited_for_without_end(
@@ -87,7 +111,11 @@ def test_a_peer_that_is_not_there_or_answers_wrongly_is_not_waited_for_without_e
     client.close()
 
 
-@pytest.mark.parametrize("answer", [FetchedBlocks(1, memoryview(b"short")), FetchedBlocks(9, memoryview(b""))])
+@pytest.mark.parametrize(
+    "answer",
+    [FetchedBlocks(1, memoryview(b"short")), FetchedBlocks(9, memoryview(b"")),
+     FetchedBlocks(3, memoryview(bytes(3 * BLOCK_BYTES)))],
+)  # fmt: skip
 def test_an_answer_of_another_size_is_dropped(answer: FetchedBlocks) -> None:
     server = PeerServer(LOOPBACK, LOCAL, lambda identity, names: (answer.count, answer.data))
     client = PeerClient(LOCAL, IDENTITY)
@@ -119,7 +147,11 @@ def test_no_check_of_connections_takes_the_place_of_an_answer(serve: Callable[..
 
 
 def test_only_workers_with_known_keys_fetch(
-    rank: Rank, serve: Callable[..., PeerServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: Rank,
+    serve: Callable[..., PeerServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Frontends, schedulers and workers of strangers may not, and nothing is fetched from a stranger."""
     make_keys(tmp_path / "ours")
@@ -136,7 +168,8 @@ def test_only_workers_with_known_keys_fetch(
         other.close()
     stranger, their_client = serve(theirs), PeerClient(theirs, IDENTITY)
     assert fetched(their_client, stranger.address, 1) == [rank.content(1)]
-    assert fetched(client, stranger.address, 1) == [], "its key is not known"
+    assert fetched(client, stranger.address, 1) == []
+    assert "is not one of a worker in --transport-keys" in caplog.text, "whomever it lets in"
     assert fetched(their_client, server.address, 1) == []
     their_client.close()
     local, key = serve(endpoint=f"ipc://{tmp_path}/peer").address, server.address.split()[1]

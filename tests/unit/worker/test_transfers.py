@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from queue import Queue
 
@@ -13,11 +14,13 @@ from numpy.typing import NDArray
 
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import pack
+from protocol.kv_groups import ONE_GROUP, KVGroup
 from protocol.membership import Loaded
 from protocol.steps import BlocksLoaded, LoadBlocks, ReleaseSlots
 from services.config import WorkerConfig
 from services.kv_keeper import KeptMemory
 from services.worker.kv_memory import KVMemory
+from services.worker.runner import LoadError
 from services.worker.tiers.disk import DiskTier
 from services.worker.tiers.host import HostTier
 from services.worker.tiers.offload import Offload
@@ -167,6 +170,8 @@ def test_a_block_that_is_filled_has_no_name(rank: Rank) -> None:
 def test_nothing_is_touched_after_the_end(rank: Rank) -> None:
     rank.tier.put(name(5), memoryview(bytes(LAYERS * SIZE + SIZE)))
     before, gate = rank.content(1), threading.Barrier(2, timeout=10)
+    rank.whole(3)
+    assert rank.transfers.find([name(3)])[0] == 1
     rank.tier.before = lambda name: (gate.wait(), gate.wait())
     rank.load(1, {1: 5})
     gate.wait()
@@ -174,6 +179,8 @@ def test_nothing_is_touched_after_the_end(rank: Rank) -> None:
     gate.wait()
     assert rank.answer().count == 0
     assert rank.content(1) == before
+    rank.tier.before = lambda name: None
+    assert rank.transfers.find([name(3)])[0] == 0
 
 
 def drop(ticket: int, *numbers: int) -> LoadBlocks:
@@ -197,6 +204,43 @@ def test_a_dropped_block_is_neither_read_nor_written_again(rank: Rank) -> None:
     gate.wait()
     assert rank.answer() == BlocksLoaded(1, 1, 0)
     assert [rank.tier.has(name(number)) for number in (1, 2, 3)] == [True, False, False]
+
+
+def test_tiers_are_those_of_the_weights(rank: Rank) -> None:
+    """Another epoch with the same weights finds what is in the memory of the host."""
+    made: list[str] = []
+    offload = Offload(
+        WorkerConfig(kv_offload_bytes=1), rank.answers.put, lambda _, identity: made.append(identity) or []
+    )
+    rank.memory.content = "model"
+    for digest in ("1", "1", "2"):
+        offload.open(rank.memory, Loaded("", 0, 0, SIZE, BLOCKS, contents={"norm": digest}), rank=0)
+    assert len(made) == len({*made}) == 2
+    offload = Offload(WorkerConfig(kv_offload_bytes=1), rank.answers.put, lambda *_: [rank.tier])
+    offload.open(rank.memory, Loaded("", 0, 0, SIZE, BLOCKS), rank=0)
+    rank.tier.put(name(1), memoryview(b"1"))
+    offload.forget()
+    assert not rank.tier.has(name(1)), "it may have been dropped from those of others"
+
+
+@pytest.mark.parametrize(
+    ("config", "content", "groups", "reason"),
+    [
+        ({"kv_offload_bytes": 1}, "", ONE_GROUP, "the KV blocks of a GPU stay there so far"),
+        ({"kv_keeper": "/keeper"}, "", ONE_GROUP, "the KV blocks of a GPU stay there so far"),
+        ({"kv_offload_bytes": 1}, "model", (KVGroup(), KVGroup()), "groups of KV cache with windows are not offloaded"),
+        ({"kv_offload_bytes": 1}, "model", (KVGroup("sliding_window", 8),), "groups of KV cache with windows"),
+        ({"kv_keeper": "/keeper"}, "model", (KVGroup(), KVGroup()), None),
+        ({}, "", ONE_GROUP, None),
+    ],
+)
+def test_models_whose_blocks_cannot_leave_are_refused(
+    rank: Rank, config: dict[str, object], content: str, groups: tuple[KVGroup, ...], reason: str | None
+) -> None:
+    offload = Offload(WorkerConfig.model_validate(config), rank.answers.put)
+    rank.memory.content = content
+    with nullcontext() if reason is None else pytest.raises(LoadError, match=reason):
+        offload.open(rank.memory, Loaded("", 0, 0, SIZE, BLOCKS, groups=groups), rank=0)
 
 
 def test_a_reset_leaves_the_tiers_alone(rank: Rank) -> None:
