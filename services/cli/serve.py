@@ -107,20 +107,11 @@ def _checked(config: ServeConfig) -> ServeConfig:
     """Return the configuration with its keys and its port. Raises: ConfigurationError"""
     preflight.check_model(config.model)
     config = preflight.with_keys(config)
-    preflight.check_tls(config)
-    preflight.check_files(config)
+    preflight.check(config)
     check_sizes(config)
     check_tokenizer(config)
     check_drafter(config)
-    preflight.check_threads(config)
-    preflight.check_policy(config)
-    preflight.check_placement(config)
-    preflight.check_responses(config)
-    preflight.check_traces(config)
-    preflight.check_kv_events(config)
-    preflight.check_tiers(config)
     preflight.check_kv_keeper(config)
-    preflight.check_record(config)
     if config.uds is None and not config.headless:
         config = config.model_copy(update={"port": preflight.free_port(config.host, config.port)})
     return config
