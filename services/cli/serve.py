@@ -157,10 +157,11 @@ _EXAMPLES = {
 
 def _welcome(probe: FrontendProbe, config: ServeConfig, seconds: float) -> str:
     """Return one line with the model, its URL, the start-up time, the page and an example request."""
-    model = probe.model()
+    info = probe.model_info()
+    model = info.get("model_id", "")
     key = ' -H "Authorization: Bearer $RUNAHEAD_API_KEY"' if config.api_key else ""
     page = f" Page: {probe.url}/ ." if config.ui and config.uds is None else ""
-    path, content = _EXAMPLES.get(probe.task(), ("/pooling", '"input": "Hello"'))
+    path, content = _EXAMPLES.get(str(info.get("task")), ("/pooling", '"input": "Hello"'))
     body = f'{{"model": "{model}", {content}}}'
     example = f"{probe.curl()}{path} -H 'Content-Type: application/json'{key} -d '{body}'"
     return f"Serving {model} at {probe.url}/v1 after {seconds:.1f} s.{page} Try: {example}"

@@ -34,6 +34,7 @@ def kv_events(**settings: object) -> tuple[str, ...]:
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serv",), "No such command 'serv'. Did you mean 'serve'?\n"),
     (("run", "llama.gguf"), "No such command 'run'; use `runahead serve MODEL`, then the page"),
+    (("list",), "No such command 'list'; use `runahead status`"),
     (("serve", "/models/llama"), "no such model directory: /models/llama; give a directory"),
     (("serve", "llama.gguf"), "no such model file: llama.gguf"),
     (("serve", "{folder}"), "config.json is missing; give a model directory in Hugging Face format"),
