@@ -62,6 +62,22 @@ def user_cache() -> Path:
     return Path(cache, "runahead")
 
 
+def make_private(directory: Path) -> None:
+    """Make a directory for this user only. Raises: OSError, also if it exists and cannot be read, or `check_private`"""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(directory)
+    if not os.access(directory, os.R_OK | os.X_OK):
+        raise PermissionError(EACCES, os.strerror(EACCES))
+
+
+def make_shared(directory: Path) -> None:
+    """Make a directory that processes share, of this user if it is new. Raises: OSError, also if files in it cannot be
+    written and locked"""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def check_private(directory: Path) -> None:
     """Raises: OSError, if the directory is missing, of another user, or others have access to it."""
     status = directory.stat()

@@ -155,7 +155,7 @@ COMMANDS: dict[str, str] = {
     **dict.fromkeys(("run", "chat", "complete"), "use `runahead serve MODEL`, then the page or a client"),
     **dict.fromkeys(("launch_server", "launch"), "use `runahead serve MODEL`"),
     "pull": "`runahead serve NAME` downloads a model of the hub",
-    "ps": "use `runahead status`",
+    **dict.fromkeys(("ps", "list"), "use `runahead status`"),
     "collect-env": "use `runahead doctor`",
 }
 """By command; the text follows "No such command 'NAME'; "."""

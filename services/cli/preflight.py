@@ -8,6 +8,7 @@ import secrets
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -17,9 +18,10 @@ from protocol.fields import MAX_IPC_PATH
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
 from services.cli.settings import ConfigurationError, file_to_write, refusing, text_of_file
-from services.config import BackendConfig, FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig
+from services.config import BackendConfig, FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig, ServiceConfig, flag
 from services.config.traces import GRPC, HTTP, TRACES_PROTOCOL, traces_protocol
 from services.plugins import PluginError
+from services.private import make_private, make_shared
 from services.worker import machine
 
 HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?(:[\w.-]+)?", re.ASCII)
@@ -52,6 +54,31 @@ def with_keys(config: F) -> F:
         raise ConfigurationError(f"--api-key-file: {config.api_key_file} contains no key; write one per line")
     with refusing(ValueError, prefix="--api-key-file: "):
         return config.model_copy(update={"api_key": [*config.api_key, *config.check_keys(keys)], "api_key_file": None})
+
+
+def check(config: ServiceConfig) -> None:
+    """Check the files, directories, addresses and policies of a service, or of those that `config` has together.
+
+    Raises: ConfigurationError
+    """
+    if isinstance(config, HttpConfig):
+        check_tls(config)
+        _check_socket(config)
+    if isinstance(config, FrontendConfig):
+        _check_names(config)
+        _check_template(config)
+        check_placement(config)
+        check_traces(config)
+        _check_directory("response_store_dir", config.response_store_dir, make_shared)
+    if isinstance(config, SchedulerConfig):
+        check_policy(config)
+        if config.step_trace:
+            file_to_write("step_trace", config.step_trace)
+        _check_kv_events(config)
+        _check_directory("record", config.record, make_private)
+    if isinstance(config, BackendConfig):
+        _check_threads(config)
+        check_tiers(config)
 
 
 def check_model(model: str) -> None:
@@ -102,28 +129,28 @@ def _check_hub(name: str) -> None:
         raise ConfigurationError(f"{place}, and the hub cannot be reached ({host} port {port}); {remedy}")
 
 
-def check_files(config: ServeConfig) -> None:
-    """Check that files that are read exist, those that are written can be, and that no name is a model.
-
-    Raises: ConfigurationError
-    """
-    if config.chat_template is not None:
-        _check_template(config.chat_template)
-    if config.uds is not None and not 0 < len(os.fsencode(config.uds)) <= MAX_IPC_PATH:
+def _check_socket(config: HttpConfig) -> None:
+    """Raises: ConfigurationError, if the path of the server's socket cannot be that of one"""
+    if config.uds is None:
+        return
+    if not 0 < len(os.fsencode(config.uds)) <= MAX_IPC_PATH:
         raise ConfigurationError(f"--uds: {config.uds!r} is no path of 1 to {MAX_IPC_PATH} bytes, as a socket needs")
-    if config.uds is not None and Path(config.uds).is_file():
+    if Path(config.uds).is_file():
         raise ConfigurationError(f"--uds: {config.uds} is a file; give a path that a socket can have")
-    for name in ("uds", "step_trace"):
-        value = getattr(config, name)
-        if value:
-            file_to_write(name, value)
+    file_to_write("uds", config.uds)
+
+
+def _check_names(config: FrontendConfig) -> None:
+    """Raises: ConfigurationError, if one of the model's names is a model"""
     names = config.served_model_name
     if not config.model and len(names) > 1 and (names[-1].lower().endswith(".gguf") or Path(names[-1]).exists()):
         raise ConfigurationError(f"{names[-1]} is taken for a name of the model; put MODEL before --served-model-name")
 
 
-def _check_template(name: str) -> None:
+def _check_template(config: FrontendConfig) -> None:
     """Raises: ConfigurationError, if the file cannot be read, or is no Jinja template"""
+    if (name := config.chat_template) is None:
+        return
     from jinja2 import TemplateSyntaxError
 
     from services.frontend.templates.sandbox import Sandbox
@@ -150,7 +177,7 @@ def check_placement(config: FrontendConfig) -> None:
             raise ConfigurationError(f"--record-placement {config.record_placement}: {reason}") from None
 
 
-def check_threads(config: BackendConfig) -> None:
+def _check_threads(config: BackendConfig) -> None:
     """Raises: ConfigurationError, if there are more threads than processors, which would only wait for one another"""
     if config.threads > (most := os.cpu_count() or 1):
         raise ConfigurationError(
@@ -167,7 +194,7 @@ def check_policy(config: SchedulerConfig) -> None:
         find_policy(config.policy)
 
 
-def check_tiers(config: ServeConfig) -> None:
+def check_tiers(config: BackendConfig) -> None:
     """Make the directory of KV blocks, and check the address for other engines.
 
     Raises: ConfigurationError, if one cannot be used
@@ -177,14 +204,22 @@ def check_tiers(config: ServeConfig) -> None:
 
         with refusing(ValueError, prefix="--kv-peer-address: "):
             check_endpoint(config.kv_peer_address, config.security)
-    if config.kv_offload_dir:
-        from services.worker.runner import LoadError
-        from services.worker.tiers.disk import prepare_directory
+    directory = _check_directory("kv_offload_dir", config.kv_offload_dir, make_private)
+    # A worker that is started alone may read what others write
+    if directory and isinstance(config, ServeConfig) and not os.access(directory, os.W_OK):
+        raise ConfigurationError(f"--kv-offload-dir {directory}: this user cannot write it; give another directory")
 
-        with refusing(LoadError):
-            directory = prepare_directory(config.kv_offload_dir)
-        if not os.access(directory, os.W_OK):
-            raise ConfigurationError(f"--kv-offload-dir {directory}: this user cannot write it; give another directory")
+
+def _check_directory(name: str, path: str | None, make: Callable[[Path], None]) -> Path | None:
+    """Make the directory that the setting `name` gives, if it gives one, and return it. Raises: ConfigurationError"""
+    if not path:
+        return None
+    directory = Path(os.path.expanduser(path))
+    try:
+        make(directory)
+    except OSError as error:
+        raise ConfigurationError(f"{flag(name)} {directory}: {error.strerror}") from None
+    return directory
 
 
 def check_kv_keeper(config: ServeConfig) -> None:
@@ -202,7 +237,7 @@ def check_kv_keeper(config: ServeConfig) -> None:
         ) from None
 
 
-def check_kv_events(config: SchedulerConfig) -> None:
+def _check_kv_events(config: SchedulerConfig) -> None:
     """Check that KV events stay on this machine, unless they may leave it unencrypted.
 
     Raises: ConfigurationError
@@ -214,29 +249,6 @@ def check_kv_events(config: SchedulerConfig) -> None:
     with refusing(ValueError, prefix="--kv-events-config: "):
         for endpoint in config.kv_events_config.endpoints:
             check_publisher(endpoint, config.security)
-
-
-def check_record(config: SchedulerConfig) -> None:
-    """Make the directory of recordings.
-
-    Raises: ConfigurationError, if it cannot be written, or others can read it.
-    """
-    if config.record is None:
-        return
-    from services.scheduler.recording import prepare_directory
-
-    with refusing(OSError):
-        prepare_directory(config.record)
-
-
-def check_responses(config: FrontendConfig) -> None:
-    """Make the directory of stored responses. Raises: ConfigurationError, if it cannot be used"""
-    if config.response_store_dir is None:
-        return
-    from services.frontend.responses_api.files import prepare_directory
-
-    with refusing(OSError):
-        prepare_directory(Path(os.path.expanduser(config.response_store_dir)))
 
 
 def free_port(host: str, port: int) -> int:

@@ -51,16 +51,9 @@ class FrontendProbe:
         progress = body.get("progress")
         return LoadingState(status == 200, phase, progress if isinstance(progress, int | float) else 0.0)
 
-    def model(self) -> str:
-        """Return the first model name of the API, or "" if it names none."""
-        _, body = self._get("/v1/models") or (0, {})
-        models = body.get("data")
-        return str(models[0].get("id", "")) if isinstance(models, list) and models else ""
-
-    def task(self) -> str:
-        """Return what the model computes, "generate" or a task of vLLM's; "" if the frontend does not answer."""
-        _, body = self._get("/model_info") or (0, {})
-        return str(body.get("task", ""))
+    def model_info(self) -> dict[str, object]:
+        """Return the answer of /model_info; {} if the frontend does not answer."""
+        return (self._get("/model_info") or (0, {}))[1]
 
     def _get(self, path: str) -> tuple[int, dict[str, object]] | None:
         config, tls = self._config, None

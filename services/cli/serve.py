@@ -107,20 +107,11 @@ def _checked(config: ServeConfig) -> ServeConfig:
     """Return the configuration with its keys and its port. Raises: ConfigurationError"""
     preflight.check_model(config.model)
     config = preflight.with_keys(config)
-    preflight.check_tls(config)
-    preflight.check_files(config)
+    preflight.check(config)
     check_sizes(config)
     check_tokenizer(config)
     check_drafter(config)
-    preflight.check_threads(config)
-    preflight.check_policy(config)
-    preflight.check_placement(config)
-    preflight.check_responses(config)
-    preflight.check_traces(config)
-    preflight.check_kv_events(config)
-    preflight.check_tiers(config)
     preflight.check_kv_keeper(config)
-    preflight.check_record(config)
     if config.uds is None and not config.headless:
         config = config.model_copy(update={"port": preflight.free_port(config.host, config.port)})
     return config
@@ -166,10 +157,11 @@ _EXAMPLES = {
 
 def _welcome(probe: FrontendProbe, config: ServeConfig, seconds: float) -> str:
     """Return one line with the model, its URL, the start-up time, the page and an example request."""
-    model = probe.model()
+    info = probe.model_info()
+    model = info.get("model_id", "")
     key = ' -H "Authorization: Bearer $RUNAHEAD_API_KEY"' if config.api_key else ""
     page = f" Page: {probe.url}/ ." if config.ui and config.uds is None else ""
-    path, content = _EXAMPLES.get(probe.task(), ("/pooling", '"input": "Hello"'))
+    path, content = _EXAMPLES.get(str(info.get("task")), ("/pooling", '"input": "Hello"'))
     body = f'{{"model": "{model}", {content}}}'
     example = f"{probe.curl()}{path} -H 'Content-Type: application/json'{key} -d '{body}'"
     return f"Serving {model} at {probe.url}/v1 after {seconds:.1f} s.{page} Try: {example}"

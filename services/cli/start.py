@@ -35,6 +35,7 @@ def start(config: ServiceConfig) -> int:
         with refusing(OSError, prefix="--transport-keys: "):
             config.security.check(is_server=isinstance(config, SchedulerConfig))
         with collection_paused():
+            preflight.check(config)
             run = _entry_point(config)
         return run()
     except (CheckpointError, ConfigurationError, HandshakeRefused, HandshakeTimeout, OSError) as error:
@@ -65,19 +66,15 @@ def _entry_point(config: ServiceConfig) -> Callable[[], int]:
         case FrontendConfig():
             from services.frontend.service import run as run_frontend
 
-            preflight.check_traces(config)
-            preflight.check_placement(config)
             with_key_file = preflight.with_keys(config)
             return lambda: run_frontend(with_key_file)
         case SchedulerConfig():
             from services.scheduler.service import run as run_scheduler
 
-            preflight.check_policy(config)
             return lambda: run_scheduler(config)
         case WorkerConfig():
             from services.worker.service import run as run_worker
 
-            preflight.check_threads(config)
             return lambda: run_worker(config)
     raise TypeError(f"{type(config).__name__} belongs to no service")
 
@@ -91,6 +88,3 @@ def check_endpoints(config: ServiceConfig) -> None:
         for endpoint in given if isinstance(given, list) else [given]:
             with refusing(ValueError, prefix=f"{flag(name)}: "):
                 check_endpoint(endpoint, config.security)
-    if isinstance(config, SchedulerConfig):
-        preflight.check_kv_events(config)
-        preflight.check_record(config)

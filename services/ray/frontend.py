@@ -11,7 +11,7 @@ from ray.serve.schema import ApplicationStatus
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.cli import logs
-from services.cli.preflight import with_keys
+from services.cli.preflight import check, with_keys
 from services.config import FrontendConfig, RayConfig
 from services.frontend.http.listener import listen
 from services.frontend.model import ServedModel
@@ -45,6 +45,7 @@ class FrontendReplica:
         file = Discovery(application, keys).file
         own = {"transport_keys": str(keys.path), "engines": str(file), "port": given.port}
         config = with_keys(FrontendConfig.model_validate(given.service_settings(FrontendConfig) | own))
+        check(config)
         model = await asyncio.to_thread(ServedModel.load, config)
         listener = self._stack.enter_context(listen(config))
         self._service = FrontendService(config, model, listener, NO_ALARM)

@@ -28,7 +28,7 @@ from services.frontend.responses_api.answers import failed_event, joined
 from services.frontend.responses_api.background import OthersRun, OwnRun, Run
 from services.frontend.responses_api.responses import ResponseObject
 from services.frontend.responses_api.schemas import Item
-from services.private import private_directory
+from services.private import make_shared, private_directory
 
 log = logging.getLogger("runahead.frontend")
 
@@ -106,19 +106,6 @@ def not_stored(id: str, param: str | None) -> APIError:
     )
 
 
-def prepare_directory(directory: Path) -> None:
-    """Make the directory, and check that files in it can be written and locked.
-
-    Raises: OSError, with a line for people
-    """
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise OSError(f"--response-store-dir {directory}: {error.strerror}") from None
-
-
 @contextlib.contextmanager
 def response_files(config: FrontendConfig) -> Iterator["ResponseFiles | None"]:
     """Make the store of responses: in the directory of the configuration or, without one, in a private one in memory.
@@ -149,7 +136,7 @@ class ResponseFiles:
         self._growth = 0
         """Bytes that this frontend wrote since the bounds were checked."""
         self._has_grown = asyncio.Event()
-        prepare_directory(directory)
+        make_shared(directory)
 
     def _path(self, tenant: str, id: str) -> Path:
         folder = hashlib.sha256(b"responses of " + tenant.encode()).hexdigest()[:32]

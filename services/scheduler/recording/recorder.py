@@ -2,21 +2,24 @@
 listener that attaches it to a core."""
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from services import release
 from services.config import SchedulerConfig
+from services.private import make_private
 from services.scheduler.build import CoreListener, CoreStart, restart_core
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import CoreRestarted, Event, Record
 from services.scheduler.recording.conversion import Converter, TokenRemover
 from services.scheduler.recording.records import VERSION, RecordingHeader
-from services.scheduler.recording.segments import SegmentWriter, prepare_directory
+from services.scheduler.recording.segments import SegmentWriter
 from services.scheduler.recording.settings import recorded_settings
 
 log = logging.getLogger("runahead.scheduler.recorder")
@@ -109,9 +112,10 @@ class LiveRecording(CoreListener):
     """Records the core that serves, for `--record`."""
 
     def __init__(self, config: SchedulerConfig, incarnation: int, directory: str) -> None:
-        """Raises: OSError, if the directory cannot be written."""
+        """Raises: OSError, if the directory cannot be made, or others have access to it"""
         self._config, self._incarnation = config, incarnation
-        self._directory = prepare_directory(directory)
+        self._directory = Path(os.path.expanduser(directory))
+        make_private(self._directory)
         self._recorder: FlightRecorder | None = None
 
     def attach(self, core: EngineCore, start: CoreStart) -> None:

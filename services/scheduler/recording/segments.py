@@ -43,23 +43,6 @@ class RecordingError(Exception):
     """A recording cannot be read. The text is one line for the user."""
 
 
-def prepare_directory(path: str) -> Path:
-    """Make the directory of recordings with mode 0700.
-
-    Raises: OSError, if it cannot be made or others can read it.
-    """
-    directory = Path(os.path.expanduser(path))
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"--record {path}: the directory cannot be made: {error.strerror}") from None
-    if directory.stat().st_mode & 0o077:
-        raise PermissionError(f"--record {path}: others can read the directory; chmod 700 {path}")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise PermissionError(f"--record {path}: the directory cannot be written")
-    return directory
-
-
 def segment_file(directory: Path, incarnation: int, segment: int) -> Path:
     return directory / f"{incarnation:013d}-{segment:06d}.recording"
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-from services.private import check_private
+from services.private import make_private
 from services.units import size_text
 from services.worker.runner import LoadError
 from services.worker.tiers.changes import TierChanges
@@ -46,7 +46,11 @@ class DiskTier:
 
     def __init__(self, directory: str, identity: str, max_bytes: int) -> None:
         """Raises: LoadError, if the directory cannot be used."""
-        self._root, self._max_bytes = prepare_directory(directory), max_bytes
+        self._root, self._max_bytes = Path(os.path.expanduser(directory)), max_bytes
+        try:
+            make_private(self._root)
+        except OSError as error:
+            raise LoadError(f"--kv-offload-dir {self._root}: {error.strerror}") from None
         self._identity = sha256(identity.encode()).digest()
         self._own = self._root / self._identity.hex()
         self._temporary = TEMPORARY + secrets.token_hex(8)
@@ -188,19 +192,3 @@ def _entries(directory: Path | str, pattern: re.Pattern[str]) -> list[str]:
     with suppress(FileNotFoundError), os.scandir(directory) as entries:
         return [entry.path for entry in entries if pattern.fullmatch(entry.name) and entry.is_dir()]
     return []
-
-
-def prepare_directory(directory: str) -> Path:
-    """Make the directory, or check that it is private.
-
-    Raises: LoadError
-    """
-    root = Path(os.path.expanduser(directory))
-    try:
-        root.mkdir(0o700, parents=True, exist_ok=True)
-        check_private(root)
-        if not os.access(root, os.R_OK | os.X_OK):
-            raise PermissionError(13, "Permission denied")
-    except OSError as error:
-        raise LoadError(f"--kv-offload-dir {root}: {error.strerror}") from None
-    return root

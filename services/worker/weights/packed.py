@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.checkpoint import CheckpointError
-from services.private import check_private
+from services.private import check_private, make_private
 from services.units import size_text
 from services.worker.kernels.packed_weight import Packed, PackedRows, PackedWeight
 from services.worker.runner import Progress
@@ -216,8 +216,7 @@ class PackedFile:
 
     def _make_room(self, size: int) -> None:
         """Remove the files that were not used for longest. Raises: OSError, if there is no room."""
-        self._directory.mkdir(0o700, parents=True, exist_ok=True)
-        check_private(self._directory)
+        make_private(self._directory)
         if size > self._max_bytes:
             raise OSError(ENOSPC, f"{size_text(size)} are more than --weights-cache-bytes allows")
         if size > (free := disk_usage(self._directory).free) // 2:

@@ -34,6 +34,7 @@ def kv_events(**settings: object) -> tuple[str, ...]:
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serv",), "No such command 'serv'. Did you mean 'serve'?\n"),
     (("run", "llama.gguf"), "No such command 'run'; use `runahead serve MODEL`, then the page"),
+    (("list",), "No such command 'list'; use `runahead status`"),
     (("serve", "/models/llama"), "no such model directory: /models/llama; give a directory"),
     (("serve", "llama.gguf"), "no such model file: llama.gguf"),
     (("serve", "{folder}"), "config.json is missing; give a model directory in Hugging Face format"),
@@ -173,8 +174,8 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     ((*SIM, "--enforce-eager"), "--enforce-eager is a setting of --backend native and vllm; --backend sim does not"),
     ((*SIM, "--dtype", "float32"), "--dtype is a setting of --backend native and vllm"),
     (("serve", "--sim-step-ms", "7"), "--sim-step-ms is a setting of --backend sim; --backend native does not use it"),
-    ((*SIM, "--record", "{folder}"), "--record {folder}: others can read the directory; chmod 700 {folder}"),
-    ((*SIM, "--record", "{yaml}"), "--record {yaml}: the directory cannot be made"),
+    ((*SIM, "--record", "{folder}"), "--record {folder}: other users have access to it; chmod 700 it"),
+    ((*SIM, "--record", "{yaml}"), "--record {yaml}: File exists"),
     (kv_events(endpoint="tcp://*:5557"), f"--kv-events-config: tcp://*:5557 {LEAVES}"),
     (kv_events(endpoint="tcp://router:5557"), f"tcp://router:5557 {LEAVES}"),
     (kv_events(replay_endpoint="tcp://192.168.1.7:5557"), f"tcp://192.168.1.7:5557 {LEAVES}"),

@@ -1,6 +1,7 @@
 """The start and the end of a service."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +73,30 @@ def test_an_unexpected_error_on_a_thread_ends_the_service_with_its_traceback() -
 def test_endpoint_that_cannot_be_used_is_refused_by_its_flag(config: ServiceConfig, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         check_endpoints(config)
+
+
+@pytest.mark.parametrize(
+    ("service", "setting", "reason"),
+    [
+        ("FrontendConfig", "ssl_certfile='{file}.pem'", "--ssl-certfile: cannot use {file}.pem: no such file"),
+        ("FrontendConfig", "chat_template='{file}'", "--chat-template: {file}, line 1: unexpected 'end of template'"),
+        ("FrontendConfig", "response_store_dir='{file}'", "--response-store-dir {file}: File exists"),
+        ("FrontendConfig", "uds='{file}/socket'", "--uds: {file}/socket is no path of a file"),
+        ("SchedulerConfig", "step_trace='{file}/trace'", "--step-trace: {file}/trace is no path of a file"),
+        ("SchedulerConfig", "record='{file}'", "--record {file}: File exists"),
+        ("WorkerConfig", "kv_offload_dir='{file}'", "--kv-offload-dir {file}: File exists"),
+        ("WorkerConfig", "kv_peer_address='here'", "--kv-peer-address: 'here' is not an endpoint"),
+    ],
+)
+def test_a_service_that_is_started_alone_refuses_a_setting_by_its_flag(
+    service: str, setting: str, reason: str, tmp_path: Path
+) -> None:
+    """As `serve` does, before it loads anything or waits for others."""
+    file = tmp_path / "file"
+    file.write_text("{% for x in")
+    code = "from services.cli import start\nfrom services.config import *\nstart._entry_point = print\n"
+    code += f"raise SystemExit(start.start({service}({setting.format(file=file)})))"
+    process = PreloadedProcess(code, pipes=(ERRORS,))
+    with process.stderr as errors:
+        assert reason.format(file=file) in errors.read()
+    assert process.wait() == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.preflight import check_responses
+from services.cli.preflight import check
 from services.cli.settings import ConfigurationError
 from services.config import FrontendConfig
 from services.frontend.errors import APIError
@@ -99,15 +99,15 @@ def test_giant_is_not_stored(tmp_path: Path) -> None:
 def test_unusable_directory_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path))
-    config, reason = FrontendConfig(response_store_dir="~/file"), rf"--response-store-dir {tmp_path}/file: File exists"
-    with pytest.raises(OSError, match=reason), response_files(config):
+    config = FrontendConfig(response_store_dir="~/file")
+    with pytest.raises(FileExistsError), response_files(config):
         pass
-    with pytest.raises(ConfigurationError, match=reason):
-        check_responses(config)
+    with pytest.raises(ConfigurationError, match=rf"--response-store-dir {tmp_path}/file: File exists"):
+        check(config)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "~no-user").touch()
     with pytest.raises(ConfigurationError, match="--response-store-dir ~no-user/x: Not a directory"):
-        check_responses(FrontendConfig(response_store_dir="~no-user/x"))
+        check(FrontendConfig(response_store_dir="~no-user/x"))
 
 
 async def test_reader_of_a_torn_line_gets_what_replaces_it(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from services.private import make_private
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import TimeAdvanced
 from services.scheduler.recording import EventRecording, RecordingError, RecordingHeader, SegmentWriter
 from services.scheduler.recording.records import VERSION
-from services.scheduler.recording.segments import prepare_directory, segment_file
+from services.scheduler.recording.segments import segment_file
 
 LIMITS = Limits(4, 64, 256, 32, 16)
 
@@ -85,13 +86,14 @@ def test_older_recordings_count_and_are_deleted_first(tmp_path: Path) -> None:
 
 
 def test_files_are_for_their_user_only(tmp_path: Path) -> None:
-    directory = prepare_directory(str(tmp_path / "new" / "recordings"))
+    directory = tmp_path / "new" / "recordings"
+    make_private(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     SegmentWriter(directory, header, 1 << 20).close()
     assert stat.S_IMODE(segment_file(directory, 7, 0).stat().st_mode) == 0o600
     directory.chmod(0o755)
     with pytest.raises(PermissionError, match="chmod 700"):
-        prepare_directory(str(directory))
+        make_private(directory)
 
 
 def test_another_version_is_refused_by_its_number(tmp_path: Path) -> None:
