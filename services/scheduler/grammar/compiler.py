@@ -108,7 +108,13 @@ class GrammarCompiler:
             self._ready.append((ticket, self._refusal))
             return
         key = (params.kind, params.text)
-        if (matcher := self._cached(key)) is not None:
+        try:
+            matcher = self._cached(key)
+        except ValueError as error:  # the library starts a thread, which the system may refuse
+            log.error("no grammar can be used: %s", error)
+            self._ready.append((ticket, UNABLE))
+            return
+        if matcher is not None:
             self.counters["hits"] += 1
             self._ready.append((ticket, self._grammar(matcher, params, eos_token_ids)))
             return

@@ -17,7 +17,7 @@ from services.helper_process import HelperProcess
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.grammar import compiler as compiler_module
-from services.scheduler.grammar.base import OVERLOADED
+from services.scheduler.grammar.base import OVERLOADED, UNABLE
 from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache
 from services.scheduler.grammar.trial import process as process_module
 from services.scheduler.grammar.trial.child import FAILPOINT
@@ -117,6 +117,21 @@ def test_a_trial_process_that_answers_with_nonsense_is_replaced(
             patched.setattr(HelperProcess, "exchange", exchange)
             assert isinstance(compiler.result(REGEX, "second"), str)
         assert matches(compiler.grammar(REGEX, "third"), "third")
+
+
+def no_thread(*_: object) -> None:
+    raise ValueError("Resource temporarily unavailable (os error 11)")
+
+
+@pytest.mark.parametrize("text", ["cached", "new"])
+def test_a_grammar_for_which_the_library_gets_no_thread_is_refused(
+    compiler: CompilerClient, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    compiler.grammar(REGEX, "cached")
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler_module, "LLExecutor", no_thread)
+        assert compiler.refusal(REGEX, text) == UNABLE
+    assert matches(compiler.grammar(REGEX, text), text)
 
 
 def compile_threads() -> set[threading.Thread]:
