@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from protocol.codec import pack
 from protocol.requests import FinishReason, RequestOutputs
 from tests.integration.frontend.scripted import (
-    Frontend,
     TOKENIZER,
+    Frontend,
     ScriptedScheduler,
     answering,
     ended,
