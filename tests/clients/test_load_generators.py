@@ -30,7 +30,8 @@ def test_vllm_bench_serve(server: RunningServer, tmp_path: Path, backend: str) -
         "--random-output-len", "8", "--num-prompts", "8", "--ignore-eos", "--save-result",
         "--result-dir", str(tmp_path), "--result-filename", "result.json",
     )  # fmt: skip
-    assert json.loads((tmp_path / "result.json").read_text())["completed"] == 8
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["total_output_tokens"]) == (8, 8 * 8)
 
 
 def test_guidellm(server: RunningServer, tmp_path: Path) -> None:

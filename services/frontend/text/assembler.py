@@ -52,7 +52,7 @@ class StopFilter:
 
 class TextAssembler:
     __slots__ = (
-        "_detokenizer", "_filter", "_has_stops", "_hidden", "_min_tokens", "num_chars", "num_tokens", "stop_string",
+        "_detokenizer", "_filter", "_hidden", "_min_tokens", "has_stops", "num_chars", "num_tokens", "stop_string",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +71,7 @@ class TextAssembler:
         """
         self._detokenizer = detokenizer
         self._filter = StopFilter(stops, include_stop)
-        self._has_stops = bool(stops)
+        self.has_stops = bool(stops)
         self._min_tokens = min_tokens
         self._hidden = frozenset(() if include_stop else stop_token_ids)
         self.num_tokens = 0
@@ -87,7 +87,7 @@ class TextAssembler:
             return ""
         text = self._detokenizer.push(token_id)
         self.num_chars += len(text)
-        return self._filtered(text) if self._has_stops and self.num_tokens > self._min_tokens else text
+        return self._filtered(text) if self.has_stops and self.num_tokens > self._min_tokens else text
 
     def _filtered(self, text: str) -> str:
         certain = self._filter.push(text)

@@ -91,14 +91,14 @@ class SseClient:
         self._http = h11.Connection(h11.CLIENT)
         self.answer: Answer | None = None
 
-    def post(self, **body: object) -> None:
-        """Request a streamed completion."""
+    def post(self, path: str = "/v1/completions", **body: object) -> None:
+        """Request a stream."""
         if self._http.our_state is h11.DONE:
             self._http.start_next_cycle()
         self.answer = None
         data = json.dumps({"stream": True, **body}).encode()
         head = h11.Request(
-            method="POST", target="/v1/completions", headers=[("Host", "localhost"), ("Content-Length", str(len(data)))]
+            method="POST", target=path, headers=[("Host", "localhost"), ("Content-Length", str(len(data)))]
         )
         raw = self._http.send(head) or b""
         raw = raw.replace(b"HTTP/1.1", f"HTTP/{self._version}".encode())

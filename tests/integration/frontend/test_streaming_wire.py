@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from protocol.codec import pack
 from protocol.requests import FinishReason, RequestOutputs
 from tests.integration.frontend.scripted import (
+    TOKENIZER,
     Frontend,
     ScriptedScheduler,
     answering,
@@ -24,6 +25,7 @@ from tests.integration.frontend.sse import EventParser, SseClient, events_of, te
 from tests.integration.frontend.test_logprobs import step
 
 FIRST = "x"
+USAGE = {"include_usage": False, "continuous_usage_stats": True}
 LINE_ENDS = "\n|\r|\r\n|\n\n|\x0b|\x0c|\x1c|\x1d|\x1e|\x85|\u2028|\u2029|\0|data: [DONE]\n\n|\ufeff"
 
 
@@ -100,6 +102,38 @@ def test_event_has_as_many_tokens_as_the_request_asks_for(
         *rest, done = events_of(client.read_all().body)[len(written) :]
     ids = [json.loads(event)["choices"][0]["token_ids"] for event in (*written, *rest)]
     assert (ids, done) == ([said[:1], said[1:4], said[4:7], said[7:]], "[DONE]")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("more", [{}, {"stop": "aX"}, {"logprobs": 1, "stream_options": USAGE}], ids=str)
+def test_token_without_text_is_an_event(
+    frontend: Frontend, scheduler: ScriptedScheduler, path: str, more: dict[str, object]
+) -> None:
+    """A special token, an incomplete character, or text that a stop string may begin with: clients measure the times
+    of tokens by events."""
+    scheduler.script(silent)
+    special = TOKENIZER.encode("<|user|>", add_special_tokens=False)
+    said = [*ids_of("a"), *special, *ids_of("😀"), *special]
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": "logprobs" in more}
+    body = {**more, **chat} if "chat" in path else {**more, "prompt": "x"}
+    with SseClient(frontend) as client:
+        client.post(path, **body)
+        request, written = scheduler.request(), list[str]()
+        for index, token in enumerate(said):
+            scheduler.send(step(request, index, token))
+            written += events_of(client.read())
+        scheduler.send(ended(request.number))
+        last = [json.loads(event) for event in events_of(client.read_all().body)[len(written) : -1]]
+    found = [json.loads(event) for event in written[-len(said) :]]
+    choices = [event["choices"][0] for event in found]
+    parts = [choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices]
+    first = "a" if "stop" not in more else ""
+    assert parts == [first, "", *[""] * (len(said) - 4), "a😀".removeprefix(first), ""]
+    assert len(last) == 1
+    if more.keys() - {"stop"}:
+        columns = [choice["logprobs"].get("tokens") or choice["logprobs"]["content"] for choice in choices]
+        assert [len(column) for column in columns] == [1] * len(said)
+        assert [event["usage"]["completion_tokens"] for event in found] == [*range(1, len(said) + 1)]
 
 
 def test_http_1_0_client_reads_until_the_connection_ends(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

@@ -62,7 +62,7 @@ class StubServer:
                 if failure == "no event":
                     await self._send(response, "a text")
                 return response
-            await self._send(response, {"choices": [{"text": "x"}]})
+            await self._send(response, {"choices": [{"text": "x" * (index % 2)}]})  # some tokens have no text
         await self._send(response, {"choices": [], "usage": {"completion_tokens": tokens}})
         await response.write(b"data: [DONE]\n\n")
         return response

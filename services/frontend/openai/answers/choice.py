@@ -154,7 +154,7 @@ class Choice(RequestStream):
         if end is not None and self._finish is None:
             text += self._on_end(end, now)
         if self._is_text_only and self._finish is None:
-            return self._writer.text(text) if text else b""
+            return self._writer.text(text)
         return self._write(text)
 
     def _on_first_token(self, now: float) -> None:
@@ -225,14 +225,13 @@ class Choice(RequestStream):
         chunk.text += text
         if logprobs is not None:
             self._num_shown += len(text)
-            chunk.logprobs += logprobs.shown(len(self.prompt.text) + self._num_shown)
-            if self._finish is not None and self._assembler.stop_string is None:
-                chunk.logprobs += logprobs.shown(math.inf)  # those left at the end have no text
+            num_chars: float = len(self.prompt.text) + self._num_shown
+            if not self._assembler.has_stops or (self._finish is not None and self._assembler.stop_string is None):
+                num_chars = math.inf  # no stop string can cut off the tokens whose text is not complete
+            chunk.logprobs += logprobs.shown(num_chars)
         if self._echoes and not self._echo():
             return b""
         self.has_ended = self._finish is not None
-        if chunk.is_empty:
-            return b""
         self._chunk = self._new_chunk()
         return self._writer.chunk(chunk)
 

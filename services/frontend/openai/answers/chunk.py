@@ -32,10 +32,6 @@ class Chunk:
     def is_text_only(self) -> bool:
         return self.finish is None and not self.logprobs and not self.token_ids
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.text and self.is_text_only
-
     @classmethod
     def joined(cls, chunks: "list[Chunk]") -> "Chunk":
         whole = cls("".join(chunk.text for chunk in chunks))
@@ -55,8 +51,8 @@ class ChoiceWriter(ABC):
     __slots__ = ()
 
     def text(self, text: str) -> bytes:
-        """Take a chunk that is only text; not empty."""
-        return self.chunk(Chunk(text))
+        """Take a chunk that is only text: that of new tokens, "" if they have none yet."""
+        return self.chunk(Chunk(text)) if text else b""
 
     @abstractmethod
     def chunk(self, chunk: Chunk) -> bytes: ...

@@ -147,7 +147,8 @@ class ChatDialect:
 
     def deltas(self, index: int, chunk: Chunk) -> list[responses.ChatDelta]:
         if self.has_constant_frame:
-            return [self._delta(index, chunk, {"content": chunk.text} if chunk.text else {}, chunk.finish)]
+            has_content = chunk.text or chunk.finish is None  # a token without text is an event, too
+            return [self._delta(index, chunk, {"content": chunk.text} if has_content else {}, chunk.finish)]
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = AnswerParser(self.output, eager=True)
