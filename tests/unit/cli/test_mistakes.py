@@ -174,7 +174,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     ((*SIM, "--enforce-eager"), "--enforce-eager is a setting of --backend native and vllm; --backend sim does not"),
     ((*SIM, "--dtype", "float32"), "--dtype is a setting of --backend native and vllm"),
     (("serve", "--sim-step-ms", "7"), "--sim-step-ms is a setting of --backend sim; --backend native does not use it"),
-    ((*SIM, "--record", "{folder}"), "--record {folder}: other users have access to it; chmod 700 it"),
+    ((*SIM, "--record", "{folder}"), "--record {folder}: others can read the directory; chmod 700 {folder}"),
     ((*SIM, "--record", "{yaml}"), "--record {yaml}: File exists"),
     (kv_events(endpoint="tcp://*:5557"), f"--kv-events-config: tcp://*:5557 {LEAVES}"),
     (kv_events(endpoint="tcp://router:5557"), f"tcp://router:5557 {LEAVES}"),
