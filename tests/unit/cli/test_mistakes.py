@@ -176,6 +176,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "--sim-step-ms", "7"), "--sim-step-ms is a setting of --backend sim; --backend native does not use it"),
     ((*SIM, "--record", "{folder}"), "--record {folder}: others can read the directory; chmod 700 {folder}"),
     ((*SIM, "--record", "{yaml}"), "--record {yaml}: File exists"),
+    ((*SIM, "--record-placement", "{folder}"), "--record-placement {folder}: Is a directory"),
     (kv_events(endpoint="tcp://*:5557"), f"--kv-events-config: tcp://*:5557 {LEAVES}"),
     (kv_events(endpoint="tcp://router:5557"), f"tcp://router:5557 {LEAVES}"),
     (kv_events(replay_endpoint="tcp://192.168.1.7:5557"), f"tcp://192.168.1.7:5557 {LEAVES}"),
