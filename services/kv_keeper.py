@@ -227,8 +227,8 @@ class KeptMemory:
         try:
             with self.connected() as peer:
                 _ask(peer, _DROP)
-        except (FileNotFoundError, ConnectionRefusedError):  # the keeper has ended, and so has what it kept
-            pass
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError, PermissionError):
+            pass  # no keeper of this user is there: it has ended, and so has what it kept
         except OSError as error:
             raise TimeoutError(f"the keeper does not answer: {error}") from error
 

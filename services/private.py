@@ -70,6 +70,16 @@ def make_private(directory: Path) -> None:
         raise PermissionError(EACCES, os.strerror(EACCES))
 
 
+def make_output(directory: Path) -> None:
+    """Make a directory for files that nobody but this user may read. It may be of another user, as one that is mounted
+    for root. Raises: OSError, also if it exists and others can read it, or it cannot be written"""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if stat.S_IMODE(directory.stat().st_mode) & 0o077:
+        raise PermissionError(EACCES, f"others can read the directory; chmod 700 {directory}")
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(EACCES, "the directory cannot be written")
+
+
 def make_shared(directory: Path) -> None:
     """Make a directory that processes share, of this user if it is new. Raises: OSError, also if files in it cannot be
     written and locked"""

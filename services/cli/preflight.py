@@ -21,7 +21,7 @@ from services.cli.settings import ConfigurationError, file_to_write, refusing, t
 from services.config import BackendConfig, FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig, ServiceConfig, flag
 from services.config.traces import GRPC, HTTP, TRACES_PROTOCOL, traces_protocol
 from services.plugins import PluginError
-from services.private import make_private, make_shared
+from services.private import make_output, make_private, make_shared
 from services.worker import machine
 
 HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?(:[\w.-]+)?", re.ASCII)
@@ -65,17 +65,18 @@ def check(config: ServiceConfig) -> None:
         check_tls(config)
         _check_socket(config)
     if isinstance(config, FrontendConfig):
-        _check_names(config)
         _check_template(config)
         check_placement(config)
         check_traces(config)
         _check_directory("response_store_dir", config.response_store_dir, make_shared)
+    if isinstance(config, ServeConfig):
+        _check_names(config)
     if isinstance(config, SchedulerConfig):
         check_policy(config)
         if config.step_trace:
             file_to_write("step_trace", config.step_trace)
         _check_kv_events(config)
-        _check_directory("record", config.record, make_private)
+        _check_directory("record", config.record, make_output)
     if isinstance(config, BackendConfig):
         _check_threads(config)
         check_tiers(config)
@@ -140,7 +141,7 @@ def _check_socket(config: HttpConfig) -> None:
     file_to_write("uds", config.uds)
 
 
-def _check_names(config: FrontendConfig) -> None:
+def _check_names(config: ServeConfig) -> None:
     """Raises: ConfigurationError, if one of the model's names is a model"""
     names = config.served_model_name
     if not config.model and len(names) > 1 and (names[-1].lower().endswith(".gguf") or Path(names[-1]).exists()):

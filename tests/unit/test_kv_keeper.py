@@ -117,6 +117,18 @@ def test_a_drop_reaches_memory_without_a_worker(path: Path) -> None:
     ClaimingRank(path).drop()  # the keeper has ended: nothing is kept
 
 
+def test_where_no_keeper_of_this_user_can_be_nothing_is_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker serves on without one, and its blocks can be dropped."""
+    path.touch()
+    KeptMemory(os.fspath(path / "file")).drop()
+
+    def refuse(_: KeptMemory) -> socket.socket:  # as root connects to any socket
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(KeptMemory, "connected", refuse)
+    KeptMemory(os.fspath(path)).drop()
+
+
 def test_a_drop_for_which_the_keeper_has_no_room_is_not_confirmed(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as stopped, ClaimingRank(path) as first:
         stopped.bind(os.fspath(path))

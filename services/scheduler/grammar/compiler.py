@@ -123,9 +123,16 @@ class GrammarCompiler:
             self._ready.append((ticket, OVERLOADED))
             return
         if job is None:
-            job = self.jobs[key] = _CompileJob(key, math.inf if again else time.monotonic())
-            with deep_stacks():
-                job.future = self._threads.submit(self._run, job)
+            job = _CompileJob(key, math.inf if again else time.monotonic())
+            try:
+                with deep_stacks():
+                    job.future = self._threads.submit(self._run, job)
+            except RuntimeError as error:  # the system refuses a thread; the pool keeps the job until it has one
+                log.error("no grammar can be compiled: %s", error)
+                job.since = -math.inf
+                self._ready.append((ticket, UNABLE))
+                return
+            self.jobs[key] = job
         elif again:  # the requests of a lost scheduler come all at once (kept arrival)
             job.since = math.inf
         job.waiting[ticket] = params, eos_token_ids
@@ -170,7 +177,8 @@ class GrammarCompiler:
         self._wakeup.clear()
         while self._done:
             job, result = self._done.popleft()
-            del self.jobs[job.key]
+            if self.jobs.get(job.key) is job:
+                del self.jobs[job.key]
             if isinstance(result, str):
                 self.counters["refused"] += 1
                 self._ready.extend((ticket, result) for ticket in job.waiting)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from services import release
 from services.config import SchedulerConfig
-from services.private import make_private
+from services.private import make_output
 from services.scheduler.build import CoreListener, CoreStart, restart_core
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import CoreRestarted, Event, Record
@@ -112,10 +112,10 @@ class LiveRecording(CoreListener):
     """Records the core that serves, for `--record`."""
 
     def __init__(self, config: SchedulerConfig, incarnation: int, directory: str) -> None:
-        """Raises: OSError, if the directory cannot be made, or others have access to it"""
+        """Raises: OSError, if the directory cannot be written, or others can read it"""
         self._config, self._incarnation = config, incarnation
         self._directory = Path(os.path.expanduser(directory))
-        make_private(self._directory)
+        make_output(self._directory)
         self._recorder: FlightRecorder | None = None
 
     def attach(self, core: EngineCore, start: CoreStart) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.preflight import check
 from services.cli.settings import ConfigurationError
 from services.cli.start import check_endpoints
-from services.config import SchedulerConfig, ServiceConfig, WorkerConfig
+from services.config import FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from tests.preloaded import ERRORS, OUTPUT, PreloadedProcess
 
 CODE = """
@@ -100,3 +101,8 @@ def test_a_service_that_is_started_alone_refuses_a_setting_by_its_flag(
     with process.stderr as errors:
         assert reason.format(file=file) in errors.read()
     assert process.wait() == 1
+
+
+def test_a_frontend_started_alone_takes_any_name_for_its_model(tmp_path: Path) -> None:
+    """It has no MODEL that may have been taken for a name."""
+    check(FrontendConfig(served_model_name=["name", str(tmp_path)]))

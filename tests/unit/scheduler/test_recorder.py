@@ -13,6 +13,7 @@ from protocol.media import Media, MediaItem
 from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput
+from services.cli.app import run
 from services.config import SchedulerConfig
 from services.scheduler.build import CoreStart
 from services.scheduler.core.engine import EngineCore
@@ -95,7 +96,9 @@ def test_a_disk_that_is_full_at_the_start_ends_no_scheduler(tmp_path: Path, capl
     assert "nothing is recorded: No such file or directory" in caplog.text
 
 
-def test_a_start_waits_until_no_request_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_waits_until_no_request_is_open_and_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(FlightRecorder, "needs_start", lambda _: True)
     directory, core = str(tmp_path / "record"), EngineCore(LIMITS, ChunkedPolicy(), 2, 50)
     recording = LiveRecording(SchedulerConfig(record=directory, record_tokens=True), 7, directory)
@@ -104,9 +107,18 @@ def test_a_start_waits_until_no_request_is_open(tmp_path: Path, monkeypatch: pyt
     recording.on_turn(core)
     core.abort(0, [1])
     recording.on_turn(core)
+    core.add(0, GenerateRequest(2, pack([7] * 16), 16, SamplingParams(8)))
+    assert len([*core.dispatch()]) == 2
+    core.abort(0, [2])
     recording.close()
     happened = [type(record) for record in EventRecording(tmp_path / "record").records()]
-    assert happened == [RequestArrived, RequestsAborted, RequestFinished, CoreRestarted]
+    assert happened[:5] == [RequestArrived, RequestsAborted, RequestFinished, CoreRestarted, RequestArrived]
+    first, _ = sorted((tmp_path / "record").iterdir())
+    first.unlink()
+    assert run(["replay", directory]) == 0
+    out = capsys.readouterr().out
+    assert "from segment 1: " in out
+    assert "equal: 2 plans after " in out
 
 
 def test_a_recording_with_a_gap_ends(

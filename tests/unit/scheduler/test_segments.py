@@ -1,12 +1,13 @@
 """Segments of recordings: rotation within a bound, permissions, versions."""
 
+import os
 import resource
 import stat
 from pathlib import Path
 
 import pytest
 
-from services.private import make_private
+from services.private import make_output
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import TimeAdvanced
 from services.scheduler.recording import EventRecording, RecordingError, RecordingHeader, SegmentWriter
@@ -85,15 +86,21 @@ def test_older_recordings_count_and_are_deleted_first(tmp_path: Path) -> None:
         EventRecording(tmp_path, 5)
 
 
-def test_files_are_for_their_user_only(tmp_path: Path) -> None:
+def test_files_are_for_their_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "new" / "recordings"
-    make_private(directory)
+    make_output(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     SegmentWriter(directory, header, 1 << 20).close()
     assert stat.S_IMODE(segment_file(directory, 7, 0).stat().st_mode) == 0o600
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: 1)
+        make_output(directory)  # root may write to a directory of another user, who cannot read the files
+        patched.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+        with pytest.raises(PermissionError, match="cannot be written"):
+            make_output(directory)
     directory.chmod(0o755)
     with pytest.raises(PermissionError, match="chmod 700"):
-        make_private(directory)
+        make_output(directory)
 
 
 def test_another_version_is_refused_by_its_number(tmp_path: Path) -> None:

@@ -319,8 +319,14 @@ def test_a_drop_does_what_it_can_and_reports_what_it_could_not(rank: Rank, tmp_p
         assert found(tmp_path / "kv") == b""
     assert [tier.has(name(number)) for number in (1, 2, 3)] == [True, False, False]
     stays.rmdir()
-    offload.drop(drop(2, 1, 2, 3), None)
-    assert rank.answer() == BlocksLoaded(1, 2, 0)
+    tier.put(name(1), memoryview(bytes(LAYERS * SIZE + SIZE)))
+    if is_spare:
+        offload.begin(rank.memory)
+    offload.load(LoadBlocks(1, 1, 2, pack([5]), name(1)))
+    assert rank.answer() == BlocksLoaded(1, 2, 0), "nobody reads what could not be removed"
+    offload.drop(drop(3, 1, 2, 3), None)
+    assert rank.answer() == BlocksLoaded(1, 3, 0)
+    assert not tier.has(name(1))
     offload.end(leaves=True)
 
 

@@ -134,6 +134,18 @@ def test_a_grammar_for_which_the_library_gets_no_thread_is_refused(
     assert matches(compiler.grammar(REGEX, text), text)
 
 
+def test_a_new_grammar_for_which_the_system_refuses_a_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with new_compiler() as compiler:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_thread)
+            assert compiler.refusal(REGEX, "a+") == UNABLE
+        assert not compiler.inner.jobs
+        assert matches(compiler.grammar(REGEX, "a+"), "aa")
+
+
 def compile_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("grammar")}
 
