@@ -187,7 +187,6 @@ def first_result(world: World, **changes: Any) -> ModelRunnerOutput:
 def test_no_other_row_may_be_left_out() -> None:
     world, *_ = late()
     result = first_result(world, counts=pack([0, 0]), token_ids=b"")
-    world.engine.observers.remove(world)
     with pytest.raises(UnknownResult, match="no token for slot 0 and no reason for it"):
         world.engine.on_result(result)
 
@@ -196,7 +195,6 @@ def test_a_token_without_masks_is_refused() -> None:
     world, *_ = late()
     result = first_result(world)
     wrong = msgspec.structs.replace(result, counts=pack([1, 1]), token_ids=pack([3, 3]))
-    world.engine.observers.remove(world)
     with pytest.raises(UnknownResult, match="whose masks were not made"):
         world.engine.on_result(wrong)
 
@@ -209,7 +207,6 @@ def test_only_workers_that_leave_rows_out_may_return_such_a_row() -> None:
     world.dispatch()
     result = msgspec.msgpack.decode(world.pending.pop(2), type=ModelRunnerOutput)
     wrong = msgspec.structs.replace(result, counts=pack([0]), token_ids=b"")
-    world.engine.observers.remove(world)
     with pytest.raises(UnknownResult, match="no token for slot 0 and no reason for it"):
         world.engine.on_result(wrong)
 

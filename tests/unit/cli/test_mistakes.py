@@ -135,6 +135,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", "-tp", "2"), "No such option: -tp; use --tensor-parallel-size"),
     (("serve", "--no-trust-remote-code"), "No such option: --no-trust-remote-code; leave it out"),
     (("serve", "--speculative-config.method", "ngram"), "--speculative-config.method; use --speculative-config"),
+    (("serve", "--override-generation-config", '{"max_new_tokens": 0}'), "max_new_tokens must be at least 1"),
     (("serve", "--override-generation-config", '{"seed": 1}'), "seed has no default, only temperature, top_p"),
     (("serve", "--override-generation-config", '{"top_p": 7}'), "top_p must be above 0 and at most 1"),
     (("serve", "--no-such-parallel-size", "2"), "No such option: --no-such-parallel-size (Possible options: --data-"),

@@ -87,18 +87,25 @@ async def test_messages_behind_one_that_cannot_be_read_are_not_handled(server: S
     assert len(peers) == 2
 
 
+@pytest.mark.parametrize(("most", "factor"), [(connection_module.REFUSED_PAUSE, 8), (0.0, 1)], ids=["short", "long"])
 async def test_a_scheduler_that_always_sends_bad_messages_is_connected_to_ever_later(
-    server: Server, client: EngineClient
+    server: Server, client: EngineClient, monkeypatch: pytest.MonkeyPatch, most: float, factor: int
 ) -> None:
+    """Up to a limit, and at once again if the connection has lasted for longer than that."""
+    monkeypatch.setattr(connection_module, "REFUSED_PAUSE", most)
     [engine], peers = client.engines.values(), set[bytes]()
     before = engine.connection.pause
     while len(peers) < 4:
         if (received := server.receive()) is not None and received[0] not in peers:
+            pause = engine.connection.pause
             peers.add(received[0])
             server.send(received[0], EngineState(EnginePhase.READY, incarnation=7, lease=1))
             server.send(received[0], AbortRequest([1], 7))
         await asyncio.sleep(0.01)
-    assert engine.connection.pause >= 8 * before
+    assert pause == factor * before
+    for _ in range(9):
+        engine.connection.on_bad_message(ProtocolError("wrong"))
+    assert engine.connection.pause == most
 
 
 async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_not_the_frontend(
