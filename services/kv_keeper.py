@@ -239,7 +239,7 @@ class KeptMemory:
             peer.settimeout(TIMEOUT)
             peer.connect(self._path)
             if not _is_of_this_user(peer):
-                raise ConnectionRefusedError(f"the keeper at {self._path} is of another user, who could read prompts")
+                raise PermissionError(f"the keeper at {self._path} is of another user, who could read prompts")
         except OSError:
             peer.close()
             raise

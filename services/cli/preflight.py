@@ -62,12 +62,12 @@ def check(config: ServiceConfig) -> None:
     Raises: ConfigurationError
     """
     if isinstance(config, HttpConfig):
-        check_tls(config)
+        _check_tls(config)
         _check_socket(config)
     if isinstance(config, FrontendConfig):
         _check_template(config)
         check_placement(config)
-        check_traces(config)
+        _check_traces(config)
         _check_directory("response_store_dir", config.response_store_dir, make_shared)
     if isinstance(config, ServeConfig):
         _check_names(config)
@@ -280,7 +280,7 @@ def _bound(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def check_tls(config: HttpConfig) -> None:
+def _check_tls(config: HttpConfig) -> None:
     """Check the files of the certificate.
 
     Raises: ConfigurationError: a file cannot be read, is not PEM, or certificate and key do not belong together.
@@ -301,7 +301,7 @@ def check_tls(config: HttpConfig) -> None:
         raise ConfigurationError(f"{name}: cannot use {files}{key}: {_plain(reason)}") from None
 
 
-def check_traces(config: FrontendConfig | ServeConfig) -> None:
+def _check_traces(config: FrontendConfig | ServeConfig) -> None:
     """Check that traces can be exported if they are enabled.
 
     Raises: ConfigurationError: the OpenTelemetry packages are not installed, the protocol is unknown, or the endpoint

@@ -52,15 +52,15 @@ class SamplingDefaults:
         if tokenizer_eos is not None:
             eos[tokenizer_eos] = None
         given = {name: generation[name] for name in DEFAULT_PARAMETERS if generation.get(name) is not None}
+        path, bounds = directory / "generation_config.json", f"between -{MAX_PENALTY} and {MAX_PENALTY}"
         for name in ("presence_penalty", "frequency_penalty"):  # few servers read these, so a wrong one stops no start
             value = given.get(name, 0)
             if not isinstance(value, int | float) or not -MAX_PENALTY <= value <= MAX_PENALTY:
-                path, bounds = directory / "generation_config.json", f"between -{MAX_PENALTY} and {MAX_PENALTY}"
                 log.warning("%s: %s %.80r is ignored; it must be a number %s", path, name, given.pop(name), bounds)
         _check(directory, eos, given)
         chat_tokens, overrides = generation.get(MAX_NEW_TOKENS) or sys.maxsize, dict(overrides or {})
         if type(chat_tokens) is not int or chat_tokens < 1:
-            log.warning("%s: %s %.80r is ignored; it must be at least 1", directory, MAX_NEW_TOKENS, chat_tokens)
+            log.warning("%s: %s %.80r is ignored; it must be at least 1", path, MAX_NEW_TOKENS, chat_tokens)
             chat_tokens = sys.maxsize
         max_tokens = int(overrides.pop(MAX_NEW_TOKENS, sys.maxsize))
         sampling = {**(given if use_sampling else {}), **overrides}
