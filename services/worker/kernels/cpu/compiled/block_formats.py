@@ -13,6 +13,7 @@ minimum, computed in float32 and rounded once:
 - float32[8, 16]: minima of each step
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -123,6 +124,11 @@ class Format(NamedTuple):
     def bytes(self) -> int:
         """Bytes of a panel's block."""
         return self.codes_at + PANEL * 4 * sum(number for _, number in self.words)
+
+    @property
+    def tile_steps(self) -> int:
+        """Steps of a tile of rows."""
+        return min(2, self.scale_steps)
 
     @property
     def limit(self) -> int:
@@ -311,7 +317,26 @@ def step_minima(builder: Any, kind: str, block: Any, step: Any) -> Any:
 def _decode_unit(builder: Any, kind: int, block: Any, unit: Any, numbers: Any, scales: Any, minima: Any) -> None:
     """Decode a unit of a block."""
     name = KINDS[kind]
-    own = FORMATS[name]
+    own, steps = FORMATS[name], times(builder, unit, FORMATS[name].unit)
+
+    def write(step: int, quad: Any, both: tuple[Any, Any]) -> None:
+        for half, pairs in enumerate(both):
+            place = builder.add(numbers, times(builder, quad, 64))
+            store(builder, pairs, moved(builder, place, step * NUMBERS_BYTES + 64 * half * QUADS), 4)
+
+    build_pairs(builder, name, block, unit, None, write)
+    store(builder, block_scale(builder, name, block), scales, 4)
+    for step in range(own.unit):
+        found = ir.Constant(VF, None)
+        if own.has_minima:
+            found = step_minima(builder, name, block, moved(builder, steps, step))
+        store(builder, found, moved(builder, minima, 64 * step), 4)
+
+
+def build_pairs(builder: Any, kind: str, block: Any, unit: Any, ahead: Any, write: Callable[..., None]) -> None:
+    """Build the decoding of a unit of a block to numbers. `write` is called with a step of the unit, a variable quad
+    and its pairs of int16, as `code_pairs` has them. `ahead`: see `code_words`."""
+    own = FORMATS[kind]
     groups, steps = ir.Constant(I64, own.groups), times(builder, unit, own.unit)
     turns = ir.Constant(I64, own.turns // own.groups)
     low, high = ir.Constant(VI, [0xFFFF] * LANES), ir.Constant(VI, [16] * LANES)
@@ -319,25 +344,16 @@ def _decode_unit(builder: Any, kind: int, block: Any, unit: Any, numbers: Any, s
         factors = []
         for step in range(own.unit if own.multiplies else 0):
             group = builder.add(builder.mul(moved(builder, steps, step), groups), outer.index)
-            factor = group_factor(builder, name, block, group)
+            factor = group_factor(builder, kind, block, group)
             factors.append(builder.or_(builder.and_(factor, low), builder.shl(factor, high)))
         with cgutils.for_range(builder, turns) as inner:
             index = builder.add(builder.mul(outer.index, turns), inner.index)
-            to = builder.add(numbers, times(builder, index, 64))
-            for step, quad, both in code_pairs(builder, name, block, unit, index, None):
-                for half, pairs in enumerate(both):
-                    if own.zero:
-                        pairs = builder.sub(pairs, ir.Constant(_PAIRS, [own.zero] * 2 * LANES))
-                    if factors:
-                        pairs = builder.mul(pairs, builder.bitcast(factors[step], _PAIRS))
-                    place = moved(builder, to, step * NUMBERS_BYTES + 64 * (half * QUADS + quad))
-                    store(builder, pairs, place, 4)
-    store(builder, block_scale(builder, name, block), scales, 4)
-    for step in range(own.unit):
-        found = ir.Constant(VF, None)
-        if own.has_minima:
-            found = step_minima(builder, name, block, moved(builder, steps, step))
-        store(builder, found, moved(builder, minima, 64 * step), 4)
+            for step, quad, both in code_pairs(builder, kind, block, unit, index, ahead):
+                if own.zero:
+                    both = tuple(builder.sub(pairs, ir.Constant(_PAIRS, [own.zero] * 2 * LANES)) for pairs in both)
+                if factors:
+                    both = tuple(builder.mul(pairs, builder.bitcast(factors[step], _PAIRS)) for pairs in both)
+                write(step, moved(builder, index, quad), both)
 
 
 @njit(inline="always")
