@@ -92,13 +92,14 @@ def _multiply(
                 place = builder.add(to, times(builder, loop.index, 64))
                 write(codes, moved(builder, place, 64 * (number * QUADS + quad)))
 
+    if decodes:
+        with cgutils.for_range(builder, builder.udiv(steps, ir.Constant(I64, own.unit))) as units:
+            decode(times(builder, units.index, own.unit))
     with cgutils.for_range(builder, builder.udiv(steps, ir.Constant(I64, own.scale_steps))) as scales:
         for part in range(parts):
             amx.emit(builder, f"tilezero %tmm{part}")
         with cgutils.for_range(builder, ir.Constant(I64, own.scale_steps // turn)) as turns:
             step = builder.add(times(builder, scales.index, own.scale_steps), times(builder, turns.index, turn))
-            for more in range(0, turn if decodes else 0, own.unit):
-                decode(moved(builder, step, more))
             for more in range(0, turn, own.tile_steps):
                 here = moved(builder, step, more)
                 tile = builder.mul(builder.udiv(here, ir.Constant(I64, own.tile_steps)), tile_bytes)
