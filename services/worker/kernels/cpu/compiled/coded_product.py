@@ -49,7 +49,7 @@ from services.worker.kernels.cpu.compiled.product import FIELDS
 from services.worker.kernels.cpu.compiled.raw import prefetch_line
 from services.worker.kernels.cpu.compiled.rounded_rows import HALVES_AT, round_rows, size_of_row
 from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, LANES, VF, VI
-from services.worker.kernels.cpu.compiled.tile_codes import LEAST_ROWS, ROOM, TILE_ROWS
+from services.worker.kernels.cpu.compiled.tile_codes import ROOM, TILE_ROWS
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, compiled, take
 
 BLOCK = PANELS * PANEL
@@ -244,7 +244,7 @@ def coded_product_kernel(inputs: int) -> Kernel:
         row_bytes = size_of_row(steps)
         most, item_bytes = min(a.rows, CHUNK), steps // own[1] * own[2] * PANELS
         span_bytes = SPAN // own[1] * own[2] * PANELS
-        has_tiles = a.tiles != 0 and most >= LEAST_ROWS
+        has_tiles = a.tiles != 0 and most > few
         tiles_size = (ROOM + (most + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS * 2 * a.inputs) * has_tiles
         buffer = raw.allocate(64 + TASK_BYTES + WIDTH * SPAN_BYTES + tiles_size + most * (BLOCK * 4 + row_bytes))
         place = (buffer + 63) // 64 * 64
@@ -264,8 +264,8 @@ def coded_product_kernel(inputs: int) -> Kernel:
                 first_item, start, rows = first_item + items, start + CHUNK, 0
             if rows == 0:  # most items have the rows of the one before
                 rows = min(CHUNK, a.rows - start)
-                is_tiled = has_tiles and rows >= LEAST_ROWS
-                is_few = rows <= few and not is_tiled
+                is_few = rows <= few
+                is_tiled = has_tiles and not is_few
                 tile_rows = 0
                 if is_tiled:
                     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
@@ -282,10 +282,11 @@ def coded_product_kernel(inputs: int) -> Kernel:
             task.end = a.weight + (block + 1) * item_bytes
             task.jump = (later - block - 1) * item_bytes if following < a.items else -item_bytes
             is_decoded = not is_few and not is_tiled
-            task.rows, task.width = 0 if is_decoded else rows, PANELS if is_few else 1 if is_tiled else WIDTH
+            task.rows = 0 if is_decoded else rows
             for number in range(rows * PANELS):
                 simd.store_f32x16(sums + number * 64, simd.splat(np.float32(0)))
             panels = (min(BLOCK, a.outputs - block * BLOCK) + PANEL - 1) // PANEL
+            task.width = WIDTH if is_decoded else PANELS if is_few else panels
             for step in range(0, steps, SPAN):
                 task.first, task.steps = step, min(SPAN, steps - step)
                 ahead = a.weight + block * item_bytes + (step // SPAN + 1) * span_bytes

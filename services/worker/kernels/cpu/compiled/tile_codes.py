@@ -36,95 +36,95 @@ from services.worker.kernels.cpu.thread_team import compiled
 
 TILE_ROWS = amx.ROWS // 2
 """Most rows that are multiplied together."""
-LEAST_ROWS = 5
-"""Fewer rows take as long without AMX."""
 _STEP_BYTES = QUADS * 64
-_SUMS_AT = 64 + 2 * SPAN * _STEP_BYTES
-ROOM = _SUMS_AT + SPAN * amx.TILE_BYTES
-"""Bytes for a configuration, and for the bytes and sums of a span of a panel."""
+_SUMS_AT, _SUMS_BYTES = 64 + 2 * SPAN * _STEP_BYTES, SPAN * amx.TILE_BYTES
+ROOM = _SUMS_AT + 2 * _SUMS_BYTES
+"""Bytes for a configuration, the bytes of a span of a panel, and the sums of two tiles."""
 
 
-@emits(types.void, CONSTANT, CONSTANT, *(types.int64,) * 7)
-def _multiply(
-    builder: Any, kind: int, decodes: int, block: Any, steps: Any, rows: Any, tile_bytes: Any, room: Any, end: Any,
-    jump: Any
-) -> None:  # fmt: skip
-    """Multiply a span of a panel with the rows of a tile.
+@emits(types.void, CONSTANT, *(types.int64,) * 5)
+def _write_bytes(builder: Any, kind: int, block: Any, steps: Any, to: Any, end: Any, jump: Any) -> None:
+    """Write the bytes of a span of a panel: int8[1 or 2, SPAN, QUADS, 16, 4].
 
     Args:
-        decodes: write the panel's bytes to `room`, where they are otherwise
         block: address of the panel's first block in the span
         steps: of the span
-        rows: address of the rows in the span: int8[steps / `Format.tile_steps`, rows, 2, 32 * `tile_steps`]
-        tile_bytes: of such a step
-        room: gets the sums: int32[steps / `scale_steps`, 1 or 2, 16, 16]
         end, jump: see `next_codes`
     """
     name = KINDS[kind]
-    own, bytes_, line = FORMATS[name], ir.VectorType(I8, 4 * LANES), ir.Constant(I64, 64)
-    parts, turn = 2 if own.multiplies else 1, max(own.unit, own.tile_steps)
-    numbers, sums = moved(builder, room, 64), moved(builder, room, _SUMS_AT)
+    own, bytes_ = FORMATS[name], ir.VectorType(I8, 4 * LANES)
 
-    def decode(step: Any) -> None:
+    def write(words: Any, place: Any, quad: int, part: int = 0) -> None:
+        store(builder, words, moved(builder, place, part * SPAN * _STEP_BYTES + 64 * quad), 4)
+
+    with cgutils.for_range(builder, builder.udiv(steps, ir.Constant(I64, own.unit))) as units:
+        step = times(builder, units.index, own.unit)
         here = builder.add(block, times(builder, builder.udiv(step, ir.Constant(I64, own.steps)), PANELS * own.bytes))
         ahead = next_codes(builder, name, [here], end, jump)
-        unit = builder.udiv(builder.urem(step, ir.Constant(I64, own.steps)), ir.Constant(I64, own.unit))
-        to = builder.add(numbers, times(builder, step, _STEP_BYTES))
-
-        def write(words: Any, place: Any, part: int = 0) -> None:
-            store(builder, words, moved(builder, place, part * SPAN * _STEP_BYTES), 4)
+        unit = builder.urem(units.index, ir.Constant(I64, own.steps // own.unit))
+        to_unit = builder.add(to, times(builder, step, _STEP_BYTES))
 
         def write_pairs(number: int, quad: Any, both: tuple[Any, Any]) -> None:
             even, odd = (builder.bitcast(pairs, VI) for pairs in both)
-            place = builder.add(to, times(builder, moved(builder, quad, number * QUADS), 64))
+            place = builder.add(to_unit, times(builder, quad, 64))
             low, high, eight = (ir.Constant(VI, [value] * LANES) for value in (0x00FF00FF, 0xFF00FF00, 8))
-            write(builder.or_(builder.and_(even, low), builder.and_(builder.shl(odd, eight), high)), place)
-            write(builder.or_(builder.and_(builder.lshr(even, eight), low), builder.and_(odd, high)), place, 1)
+            lower = builder.or_(builder.and_(even, low), builder.and_(builder.shl(odd, eight), high))
+            upper = builder.or_(builder.and_(builder.lshr(even, eight), low), builder.and_(odd, high))
+            for part, words in enumerate((lower, upper)):
+                write(words, place, number * QUADS, part)
 
         if own.multiplies:
             build_pairs(builder, name, here, unit, ahead, write_pairs)
             return
         with cgutils.for_range(builder, ir.Constant(I64, own.turns)) as loop:
+            place = builder.add(to_unit, times(builder, loop.index, 64))
             for number, quad, words in code_words(builder, name, here, unit, loop.index, ahead):
                 codes = builder.bitcast(words, bytes_)
                 if own.zero:
                     codes = builder.sub(codes, ir.Constant(bytes_, [own.zero] * 4 * LANES))
-                place = builder.add(to, times(builder, loop.index, 64))
-                write(codes, moved(builder, place, 64 * (number * QUADS + quad)))
+                write(codes, place, number * QUADS + quad)
 
-    if decodes:
-        with cgutils.for_range(builder, builder.udiv(steps, ir.Constant(I64, own.unit))) as units:
-            decode(times(builder, units.index, own.unit))
+
+@emits(types.void, CONSTANT, *(types.int64,) * 5)
+def _multiply(builder: Any, kind: int, steps: Any, rows: Any, tile_bytes: Any, numbers: Any, sums: Any) -> None:
+    """Multiply the rows of a tile with a span of a panel.
+
+    Args:
+        steps: of the span
+        rows: address of the rows in the span: int8[steps / `Format.tile_steps`, rows, 2, 32 * `tile_steps`]
+        tile_bytes: of such a step
+        numbers: address of the panel's bytes
+        sums: address for int32[steps / `scale_steps`, 1 or 2, 16, 16]
+    """
+    own = FORMATS[KINDS[kind]]
+    parts, line = 2 if own.multiplies else 1, ir.Constant(I64, 64)
+
+    def with_memory(text: str, address: Any, more: int = 0, stride: Any = line) -> None:
+        amx.emit(builder, text, moved(builder, address, more), stride)
+
     with cgutils.for_range(builder, builder.udiv(steps, ir.Constant(I64, own.scale_steps))) as scales:
         for part in range(parts):
             amx.emit(builder, f"tilezero %tmm{part}")
-        with cgutils.for_range(builder, ir.Constant(I64, own.scale_steps // turn)) as turns:
-            step = builder.add(times(builder, scales.index, own.scale_steps), times(builder, turns.index, turn))
-            for more in range(0, turn, own.tile_steps):
-                here = moved(builder, step, more)
-                tile = builder.mul(builder.udiv(here, ir.Constant(I64, own.tile_steps)), tile_bytes)
-                amx.emit(
-                    builder, "tileloadd ($0,$1,1), %tmm4", builder.add(rows, tile),
-                    ir.Constant(I64, STEP * own.tile_steps),
-                )  # fmt: skip
-                for part in range(parts):
-                    at = builder.add(numbers, times(builder, here, _STEP_BYTES))
-                    at = moved(builder, at, part * SPAN * _STEP_BYTES)
-                    amx.emit(builder, f"tileloadd ($0,$1,1), %tmm{6 + part}", at, line)
-                    # The lower bytes of numbers are unsigned
-                    signs = "su" if part < parts - 1 else "ss"
-                    amx.emit(builder, f"tdpb{signs}d %tmm{6 + part}, %tmm4, %tmm{part}")
+        with cgutils.for_range(builder, ir.Constant(I64, own.scale_steps // own.tile_steps)) as tiles:
+            tile = builder.add(times(builder, scales.index, own.scale_steps // own.tile_steps), tiles.index)
+            place = builder.add(rows, builder.mul(tile, tile_bytes))
+            with_memory("tileloadd ($0,$1,1), %tmm4", place, 0, ir.Constant(I64, STEP * own.tile_steps))
+            here = builder.add(numbers, times(builder, tile, own.tile_steps * _STEP_BYTES))
+            for part in range(parts):
+                with_memory(f"tileloadd ($0,$1,1), %tmm{6 + part}", here, part * SPAN * _STEP_BYTES)
+                signs = "su" if part < parts - 1 else "ss"  # lower bytes of numbers are unsigned
+                amx.emit(builder, f"tdpb{signs}d %tmm{6 + part}, %tmm4, %tmm{part}")
+        to = builder.add(sums, times(builder, scales.index, parts * amx.TILE_BYTES))
         for part in range(parts):
-            at = moved(builder, builder.add(sums, times(builder, scales.index, parts * amx.TILE_BYTES)), part * amx.TILE_BYTES)
-            amx.emit(builder, f"tilestored %tmm{part}, ($0,$1,1)", at, line)
+            with_memory(f"tilestored %tmm{part}, ($0,$1,1)", to, part * amx.TILE_BYTES)
 
 
 @emits(types.void, CONSTANT, *(types.int64,) * 9)
 def _add_sums(
     builder: Any, kind: int, rows: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any, block: Any,
-    room: Any, out: Any
+    found: Any, out: Any
 ) -> None:  # fmt: skip
-    """Scale the sums in `room`, and add them to float32[rows, PANELS, 16].
+    """Scale sums of `_multiply`, and add them to float32[rows, PANELS, 16].
 
     Args:
         x: address of the first rounded row
@@ -152,17 +152,17 @@ def _add_sums(
                 some = builder.add(step, inner.index)
                 minima = step_minima(builder, name, here, builder.urem(some, ir.Constant(I64, own.steps)))
                 tile.add_minima([minima], builder.add(first, some), panel)
-            at = moved(builder, builder.add(room, times(builder, loop.index, parts * amx.TILE_BYTES)), _SUMS_AT)
+            at = builder.add(found, times(builder, loop.index, parts * amx.TILE_BYTES))
             for row, (place,) in enumerate(sums):
                 # By the upper and the lower bytes of the row; of the lower bytes of the numbers, and of the upper ones
-                found = [
+                bytes_ = [
                     load(builder, moved(builder, at, part * amx.TILE_BYTES + 64 * (2 * row + byte)), VI, 4)
                     for part in range(parts)
                     for byte in range(2)
                 ]
-                whole = above(found[0], found[1])
+                whole = above(*bytes_[:2])
                 if parts == 2:
-                    whole = builder.add(whole, builder.shl(above(found[2], found[3]), eight))
+                    whole = builder.add(whole, builder.shl(above(*bytes_[2:]), eight))
                 builder.store(whole, place)
             tile.add_scaled(sums, [block_scale(builder, name, here)], panel)
         tile.add_to(out)
@@ -186,16 +186,21 @@ def tile_coder(kind: int) -> int:
             amx.configure(a.room, 2 * a.tile_rows, STEP * TILE_STEPS)
             a.tiles_are_new = 0
         block, size = a.codes + a.first // STEPS * (PANELS * SIZE), a.tile_rows * 2 * STEP * TILE_STEPS
-        x, tile, out = a.x, a.bytes + a.first // TILE_STEPS * size, a.out
-        for row in range(0, a.rows, a.tile_rows):
-            if row == 0:
-                _multiply(KIND, 1, block, a.steps, tile, size, a.room, a.end, a.jump)
-            else:
-                _multiply(KIND, 0, block, a.steps, tile, size, a.room, a.end, a.jump)
-            rows = min(a.rows - row, a.tile_rows)
-            _add_sums(KIND, rows, x, a.row_bytes, a.row_steps, a.first, a.steps, block, a.room, out)
-            x += a.tile_rows * a.row_bytes
-            tile += a.row_steps // TILE_STEPS * size
-            out += a.tile_rows * PANELS * 64
+        numbers, tiles = a.room + 64, (a.rows + a.tile_rows - 1) // a.tile_rows
+        first_tile, row_tiles = a.bytes + a.first // TILE_STEPS * size, a.row_steps // TILE_STEPS * size
+        jobs = a.width * tiles
+        for job in range(-1, jobs + 1):
+            panel, tile, sums = job // tiles, job % tiles, a.room + _SUMS_AT
+            if 0 <= job < jobs:
+                _multiply(KIND, a.steps, first_tile + tile * row_tiles, size, numbers, sums + job % 2 * _SUMS_BYTES)
+            if job + 1 < jobs and tile == tiles - 1:
+                _write_bytes(KIND, block + (panel + 1) * SIZE, a.steps, numbers, a.end, a.jump)
+            if job > 0:
+                panel, row = (job - 1) // tiles, (job - 1) % tiles * a.tile_rows
+                _add_sums(
+                    KIND, min(a.rows - row, a.tile_rows), a.x + row * a.row_bytes, a.row_bytes, a.row_steps, a.first,
+                    a.steps, block + panel * SIZE, sums + (job - 1) % 2 * _SUMS_BYTES,
+                    a.out + (row * PANELS + panel) * 64,
+                )  # fmt: skip
 
     return int(compiled(multiply).address)
