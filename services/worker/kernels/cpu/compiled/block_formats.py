@@ -42,7 +42,7 @@ SCALES_AT = SPAN * NUMBERS_BYTES
 MINIMA_AT = SCALES_AT + SPAN * 4 * PANEL
 SPAN_BYTES = MINIMA_AT + SPAN * 4 * PANEL
 """Bytes of a decoded span."""
-_PAIRS = ir.VectorType(I16, 2 * LANES)
+PAIRS = ir.VectorType(I16, 2 * LANES)
 
 
 class Format(NamedTuple):
@@ -129,6 +129,11 @@ class Format(NamedTuple):
     def tile_steps(self) -> int:
         """Steps of a tile of rows."""
         return min(2, self.scale_steps)
+
+    @property
+    def tile_parts(self) -> int:
+        """Bytes of a number in AMX's tiles."""
+        return 2 if self.multiplies else 1
 
     @property
     def limit(self) -> int:
@@ -271,10 +276,10 @@ def code_pairs(
 
     def pairs(words: Any) -> tuple[Any, Any]:
         if FORMATS[kind].is_signed:
-            eight, halves = ir.Constant(_PAIRS, [8] * 2 * LANES), builder.bitcast(words, _PAIRS)
+            eight, halves = ir.Constant(PAIRS, [8] * 2 * LANES), builder.bitcast(words, PAIRS)
             return builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)
         mask, shifted = (ir.Constant(VI, [0x00FF00FF] * LANES), builder.lshr(words, ir.Constant(VI, [8] * LANES)))
-        return builder.bitcast(builder.and_(words, mask), _PAIRS), builder.bitcast(builder.and_(shifted, mask), _PAIRS)
+        return builder.bitcast(builder.and_(words, mask), PAIRS), builder.bitcast(builder.and_(shifted, mask), PAIRS)
 
     found = code_words(builder, kind, block, unit, index, ahead)
     return [(step, quad, pairs(words)) for step, quad, words in found]
@@ -350,9 +355,9 @@ def build_pairs(builder: Any, kind: str, block: Any, unit: Any, ahead: Any, writ
             index = builder.add(builder.mul(outer.index, turns), inner.index)
             for step, quad, both in code_pairs(builder, kind, block, unit, index, ahead):
                 if own.zero:
-                    both = tuple(builder.sub(pairs, ir.Constant(_PAIRS, [own.zero] * 2 * LANES)) for pairs in both)
+                    both = tuple(builder.sub(pairs, ir.Constant(PAIRS, [own.zero] * 2 * LANES)) for pairs in both)
                 if factors:
-                    both = tuple(builder.mul(pairs, builder.bitcast(factors[step], _PAIRS)) for pairs in both)
+                    both = tuple(builder.mul(pairs, builder.bitcast(factors[step], PAIRS)) for pairs in both)
                 write(step, moved(builder, index, quad), both)
 
 

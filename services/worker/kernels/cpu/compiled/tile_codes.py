@@ -18,6 +18,7 @@ from services.worker.kernels.cpu.compiled import amx, raw
 from services.worker.kernels.cpu.compiled.block_formats import (
     FORMATS,
     KINDS,
+    PAIRS,
     PANELS,
     QUADS,
     SPAN,
@@ -25,6 +26,7 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     block_scale,
     build_pairs,
     code_words,
+    group_factor,
     next_codes,
     step_minima,
 )
@@ -73,16 +75,28 @@ def _write_bytes(builder: Any, kind: int, block: Any, steps: Any, to: Any, end: 
             for part, words in enumerate((lower, upper)):
                 write(words, place, number * QUADS, part)
 
-        if own.multiplies:
+        if own.tile_parts == 2 and not own.has_minima:
             build_pairs(builder, name, here, unit, ahead, write_pairs)
             return
+        factors = []
+        for number in range(own.unit if own.tile_parts == 2 else 0):
+            group = moved(builder, times(builder, unit, own.unit), number)
+            factor = builder.mul(group_factor(builder, name, here, group), ir.Constant(VI, [0x00010001] * LANES))
+            lower = builder.and_(factor, ir.Constant(VI, [0x00070007] * LANES))
+            upper = builder.lshr(builder.xor(factor, lower), ir.Constant(VI, [3] * LANES))
+            factors.append([builder.bitcast(each, PAIRS) for each in (lower, upper)])
         with cgutils.for_range(builder, ir.Constant(I64, own.turns)) as loop:
             place = builder.add(to_unit, times(builder, loop.index, 64))
             for number, quad, words in code_words(builder, name, here, unit, loop.index, ahead):
                 codes = builder.bitcast(words, bytes_)
                 if own.zero:
                     codes = builder.sub(codes, ir.Constant(bytes_, [own.zero] * 4 * LANES))
-                write(codes, place, number * QUADS + quad)
+                parts = [codes]
+                if factors:
+                    # No product of two bytes is larger than a byte, so two are multiplied as one number of 16 bits
+                    parts = [builder.mul(builder.bitcast(words, PAIRS), factor) for factor in factors[number]]
+                for part, each in enumerate(parts):
+                    write(each, place, number * QUADS + quad, part)
 
 
 @emits(types.void, CONSTANT, *(types.int64,) * 5)
@@ -97,7 +111,7 @@ def _multiply(builder: Any, kind: int, steps: Any, rows: Any, tile_bytes: Any, n
         sums: address for int32[steps / `scale_steps`, 1 or 2, 16, 16]
     """
     own = FORMATS[KINDS[kind]]
-    parts, line = 2 if own.multiplies else 1, ir.Constant(I64, 64)
+    parts, line = own.tile_parts, ir.Constant(I64, 64)
 
     def with_memory(text: str, address: Any, more: int = 0, stride: Any = line) -> None:
         amx.emit(builder, text, moved(builder, address, more), stride)
@@ -112,7 +126,7 @@ def _multiply(builder: Any, kind: int, steps: Any, rows: Any, tile_bytes: Any, n
             here = builder.add(numbers, times(builder, tile, own.tile_steps * _STEP_BYTES))
             for part in range(parts):
                 with_memory(f"tileloadd ($0,$1,1), %tmm{6 + part}", here, part * SPAN * _STEP_BYTES)
-                signs = "su" if part < parts - 1 else "ss"  # lower bytes of numbers are unsigned
+                signs = "su" if part < parts - 1 or own.has_minima else "ss"
                 amx.emit(builder, f"tdpb{signs}d %tmm{6 + part}, %tmm4, %tmm{part}")
         to = builder.add(sums, times(builder, scales.index, parts * amx.TILE_BYTES))
         for part in range(parts):
@@ -137,7 +151,7 @@ def _add_sums(
     name = KINDS[kind]
     own = FORMATS[name]
     eight, scale_steps = ir.Constant(VI, [8] * LANES), ir.Constant(I64, own.scale_steps)
-    parts = 2 if own.multiplies else 1
+    parts = own.tile_parts
 
     def above(upper: Any, lower: Any) -> Any:
         return builder.add(builder.shl(upper, eight), lower)
@@ -162,7 +176,7 @@ def _add_sums(
                 ]
                 whole = above(*bytes_[:2])
                 if parts == 2:
-                    whole = builder.add(whole, builder.shl(above(*bytes_[2:]), eight))
+                    whole = builder.add(whole, builder.shl(above(*bytes_[2:]), ir.Constant(VI, [3 if own.has_minima else 8] * LANES)))
                 builder.store(whole, place)
             tile.add_scaled(sums, [block_scale(builder, name, here)], panel)
         tile.add_to(out)
