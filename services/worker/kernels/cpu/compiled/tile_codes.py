@@ -10,6 +10,7 @@ docs/invariants.md).
 from functools import cache
 from typing import Any
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray
 from numba.core import cgutils, types
@@ -99,76 +100,71 @@ def _write_bytes(builder: Any, kind: int, block: Any, steps: Any, to: Any, end: 
                     write(each, place, number * QUADS + quad, part)
 
 
-@emits(types.void, CONSTANT, *(types.int64,) * 5)
-def _multiply(builder: Any, kind: int, steps: Any, rows: Any, tile_bytes: Any, numbers: Any, sums: Any) -> None:
-    """Multiply the rows of a tile with a span of a panel.
+@emits(types.void, CONSTANT, *(types.int64,) * 14)
+def _multiply(
+    builder: Any, kind: int, tile: Any, tile_bytes: Any, numbers: Any, to: Any, rows: Any, x: Any, row_bytes: Any,
+    steps: Any, first: Any, number: Any, block: Any, found: Any, out: Any, has_next: Any
+) -> None:  # fmt: skip
+    """Multiply the rows of a tile with a span of a panel, and scale the sums of another tile or panel meanwhile.
 
     Args:
-        steps: of the span
-        rows: address of the rows in the span: int8[steps / `Format.tile_steps`, rows, 2, 32 * `tile_steps`]
+        tile: address of the tile in the span: int8[steps / `Format.tile_steps`, rows, 2, 32 * `tile_steps`]
         tile_bytes: of such a step
         numbers: address of the panel's bytes
-        sums: address for int32[steps / `scale_steps`, 1 or 2, 16, 16]
-    """
-    own = FORMATS[KINDS[kind]]
-    parts, line = own.tile_parts, ir.Constant(I64, 64)
-
-    def with_memory(text: str, address: Any, more: int = 0, stride: Any = line) -> None:
-        amx.emit(builder, text, moved(builder, address, more), stride)
-
-    with cgutils.for_range(builder, builder.udiv(steps, ir.Constant(I64, own.scale_steps))) as scales:
-        for part in range(parts):
-            amx.emit(builder, f"tilezero %tmm{part}")
-        with cgutils.for_range(builder, ir.Constant(I64, own.scale_steps // own.tile_steps)) as tiles:
-            tile = builder.add(times(builder, scales.index, own.scale_steps // own.tile_steps), tiles.index)
-            place = builder.add(rows, builder.mul(tile, tile_bytes))
-            with_memory("tileloadd ($0,$1,1), %tmm4", place, 0, ir.Constant(I64, STEP * own.tile_steps))
-            here = builder.add(numbers, times(builder, tile, own.tile_steps * _STEP_BYTES))
-            for part in range(parts):
-                with_memory(f"tileloadd ($0,$1,1), %tmm{6 + part}", here, part * SPAN * _STEP_BYTES)
-                signs = "su" if part < parts - 1 or own.has_minima else "ss"
-                amx.emit(builder, f"tdpb{signs}d %tmm{6 + part}, %tmm4, %tmm{part}")
-        to = builder.add(sums, times(builder, scales.index, parts * amx.TILE_BYTES))
-        for part in range(parts):
-            with_memory(f"tilestored %tmm{part}, ($0,$1,1)", to, part * amx.TILE_BYTES)
-
-
-@emits(types.void, CONSTANT, *(types.int64,) * 9)
-def _add_sums(
-    builder: Any, kind: int, rows: Any, x: Any, row_bytes: Any, steps: Any, first: Any, number: Any, block: Any,
-    found: Any, out: Any
-) -> None:  # fmt: skip
-    """Scale sums of `_multiply`, and add them to float32[rows, PANELS, 16].
-
-    Args:
-        x: address of the first rounded row
+        to: address for int32[steps / `scale_steps`, 1 or 2, 16, 16]
+        rows: whose sums are scaled
+        x: address of the first of these rounded rows
         row_bytes: from one row to the next
         steps: of a row
         first: step of the span
         number: of steps of the span
-        block: address of the panel's first block in the span
+        block: address of the first block in the span, of the other panel
+        found: sums, as they are written `to`
+        out: float32[rows, PANELS, 16], to which they are added
+        has_next: whether there is such a tile
     """
     name = KINDS[kind]
     own = FORMATS[name]
-    eight, scale_steps = ir.Constant(VI, [8] * LANES), ir.Constant(I64, own.scale_steps)
-    parts = own.tile_parts
+    parts, line, eight = own.tile_parts, ir.Constant(I64, 64), ir.Constant(VI, [8] * LANES)
+
+    def with_memory(text: str, address: Any, more: int = 0, stride: Any = line) -> None:
+        amx.emit(builder, text, moved(builder, address, more), stride)
+
+    def multiply(scale: Any) -> None:
+        for part in range(parts):
+            amx.emit(builder, f"tilezero %tmm{part}")
+        with cgutils.for_range(builder, ir.Constant(I64, own.scale_steps // own.tile_steps)) as tiles:
+            index = builder.add(times(builder, scale, own.scale_steps // own.tile_steps), tiles.index)
+            place = builder.add(tile, builder.mul(index, tile_bytes))
+            with_memory("tileloadd ($0,$1,1), %tmm4", place, 0, ir.Constant(I64, STEP * own.tile_steps))
+            here = builder.add(numbers, times(builder, index, own.tile_steps * _STEP_BYTES))
+            for part in range(parts):
+                with_memory(f"tileloadd ($0,$1,1), %tmm{6 + part}", here, part * SPAN * _STEP_BYTES)
+                signs = "su" if part < parts - 1 or own.has_minima else "ss"
+                amx.emit(builder, f"tdpb{signs}d %tmm{6 + part}, %tmm4, %tmm{part}")
+        place = builder.add(to, times(builder, scale, parts * amx.TILE_BYTES))
+        for part in range(parts):
+            with_memory(f"tilestored %tmm{part}, ($0,$1,1)", place, part * amx.TILE_BYTES)
 
     def above(upper: Any, lower: Any) -> Any:
         return builder.add(builder.shl(upper, eight), lower)
 
     def add(rows: int) -> None:
-        tile, panel = CodeTile(builder, rows, 1, x, row_bytes, steps, first), ir.Constant(I64, 0)
-        sums = tile.vectors(VI, 1)
+        sums_of, panel = CodeTile(builder, rows, 1, x, row_bytes, steps, first), ir.Constant(I64, 0)
+        sums, scale_steps = sums_of.vectors(VI, 1), ir.Constant(I64, own.scale_steps)
         with cgutils.for_range(builder, builder.udiv(number, scale_steps)) as loop:
+            with builder.if_then(builder.trunc(has_next, ir.IntType(1))):
+                multiply(loop.index)
+            if not rows:
+                return
             step = builder.mul(loop.index, scale_steps)
             here = builder.add(block, times(builder, builder.udiv(step, ir.Constant(I64, own.steps)), PANELS * own.bytes))
             with cgutils.for_range(builder, ir.Constant(I64, own.scale_steps * own.has_minima)) as inner:
                 some = builder.add(step, inner.index)
                 minima = step_minima(builder, name, here, builder.urem(some, ir.Constant(I64, own.steps)))
-                tile.add_minima([minima], builder.add(first, some), panel)
+                sums_of.add_minima([minima], builder.add(first, some), panel)
             at = builder.add(found, times(builder, loop.index, parts * amx.TILE_BYTES))
             for row, (place,) in enumerate(sums):
-                # By the upper and the lower bytes of the row; of the lower bytes of the numbers, and of the upper ones
                 bytes_ = [
                     load(builder, moved(builder, at, part * amx.TILE_BYTES + 64 * (2 * row + byte)), VI, 4)
                     for part in range(parts)
@@ -176,12 +172,13 @@ def _add_sums(
                 ]
                 whole = above(*bytes_[:2])
                 if parts == 2:
-                    whole = builder.add(whole, builder.shl(above(*bytes_[2:]), ir.Constant(VI, [3 if own.has_minima else 8] * LANES)))
+                    more = ir.Constant(VI, [3 if own.has_minima else 8] * LANES)
+                    whole = builder.add(whole, builder.shl(above(*bytes_[2:]), more))
                 builder.store(whole, place)
-            tile.add_scaled(sums, [block_scale(builder, name, here)], panel)
-        tile.add_to(out)
+            sums_of.add_scaled(sums, [block_scale(builder, name, here)], panel)
+        sums_of.add_to(out)
 
-    for_each_size(builder, rows, range(1, TILE_ROWS + 1), add)
+    for_each_size(builder, rows, range(TILE_ROWS + 1), add)
 
 
 @cache
@@ -203,18 +200,18 @@ def tile_coder(kind: int) -> int:
         numbers, tiles = a.room + 64, (a.rows + a.tile_rows - 1) // a.tile_rows
         first_tile, row_tiles = a.bytes + a.first // TILE_STEPS * size, a.row_steps // TILE_STEPS * size
         jobs = a.width * tiles
-        for job in range(-1, jobs + 1):
-            panel, tile, sums = job // tiles, job % tiles, a.room + _SUMS_AT
-            if 0 <= job < jobs:
-                _multiply(KIND, a.steps, first_tile + tile * row_tiles, size, numbers, sums + job % 2 * _SUMS_BYTES)
-            if job + 1 < jobs and tile == tiles - 1:
+        _write_bytes(KIND, block, a.steps, numbers, a.end, a.jump)
+        rows = panel = row = 0
+        for job in range(jobs + 1):
+            tile, sums, has_next = job % tiles, a.room + _SUMS_AT, job < jobs
+            _multiply(
+                KIND, first_tile + tile * row_tiles, size, numbers, sums + job % 2 * _SUMS_BYTES, rows,
+                a.x + row * a.row_bytes, a.row_bytes, a.row_steps, a.first, a.steps, block + panel * SIZE,
+                sums + (job + 1) % 2 * _SUMS_BYTES, a.out + (row * PANELS + panel) * 64, np.int64(has_next),
+            )  # fmt: skip
+            panel, row = job // tiles, tile * a.tile_rows
+            rows = min(a.rows - row, a.tile_rows)
+            if tile == tiles - 1 and job + 1 < jobs:
                 _write_bytes(KIND, block + (panel + 1) * SIZE, a.steps, numbers, a.end, a.jump)
-            if job > 0:
-                panel, row = (job - 1) // tiles, (job - 1) % tiles * a.tile_rows
-                _add_sums(
-                    KIND, min(a.rows - row, a.tile_rows), a.x + row * a.row_bytes, a.row_bytes, a.row_steps, a.first,
-                    a.steps, block + panel * SIZE, sums + (job - 1) % 2 * _SUMS_BYTES,
-                    a.out + (row * PANELS + panel) * 64,
-                )  # fmt: skip
 
     return int(compiled(multiply).address)
