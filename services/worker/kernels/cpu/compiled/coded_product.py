@@ -72,7 +72,7 @@ CODED = arguments(
     ("half", np.int64),  # activations are bfloat16, and not float32
     ("tiles", np.int64),  # address, as `tile_coder` returns it; 0: no AMX
 )
-NUMBERS = 7
+NUMBERS = 8
 PARTS = (0, 1, 2, 3, 4, 3, 6, 4, 8, 3, 4, 3, 6, 6, 6, 8, 8)
 """Rows that are multiplied first with codes that are decoded in registers, by the number of rows. One row is never a
 part: it is rounded in another way."""
@@ -239,7 +239,7 @@ def coded_product_kernel(inputs: int) -> Kernel:
     def coded_product(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, CODED)[0]
         own = raw.i64_at(a.format, NUMBERS)
-        coder, limit, scale_steps, has_minima, few = own[0], own[3], own[4], own[5], own[6]
+        coder, limit, scale_steps, has_minima, few, tile_steps = own[0], own[3], own[4], own[5], own[6], own[7]
         steps, items = a.inputs // STEP, (a.outputs + BLOCK - 1) // BLOCK
         row_bytes = size_of_row(steps)
         most, item_bytes = min(a.rows, CHUNK), steps // own[1] * own[2] * PANELS
@@ -274,7 +274,7 @@ def coded_product_kernel(inputs: int) -> Kernel:
                 # Each part of the rows reads as many of the codes that are needed next
                 ahead_bytes = span_bytes // PANELS * WIDTH // (TURNS * ((rows + ROWS - 1) // ROWS))
                 x = a.x + start * a.inputs * (2 if a.half else 4)
-                together = min(2, scale_steps) if is_tiled else 1
+                together = tile_steps if is_tiled else 1
                 round_rows(x, a.half, rows, steps, limit, rounded, task.bytes, tile_rows, together)
             block, later = item - first_item, following - first_item
             while later >= items:
@@ -363,7 +363,7 @@ def _width(own: Format, rows: int) -> int:
 @cache
 def format_table(kind: int) -> NDArray[np.int64]:
     """Return what kernels must know of a format, and compile its coder: address of the coder; steps and bytes of a
-    block; largest activation; `scale_steps`; `has_minima`; `_few_rows`."""
+    block; largest activation; `scale_steps`; `has_minima`; `_few_rows`; `tile_steps`."""
     own = FORMATS[KINDS[kind]]
-    numbers = own.steps, own.bytes, own.limit, own.scale_steps, int(own.has_minima), _few_rows(own)
+    numbers = own.steps, own.bytes, own.limit, own.scale_steps, int(own.has_minima), _few_rows(own), own.tile_steps
     return np.array([_coder(kind).address, *numbers], np.int64)
