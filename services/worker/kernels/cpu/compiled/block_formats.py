@@ -262,27 +262,27 @@ def _looked_up(builder: Any, codes: Any, table: tuple[int, ...]) -> Any:
 
 def code_bytes(
     builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead: Any
-) -> list[tuple[int, int, tuple[Any, Any]]]:
+) -> list[tuple[int, int, list[Any]]]:
     """Return what `code_words` returns as unsigned bytes, twice: codes, whose zero is `Format.zero_byte`."""
     signs = ir.Constant(VI, [0x80808080 if FORMATS[kind].is_signed else 0] * LANES)
     found = code_words(builder, kind, block, unit, index, ahead)
-    return [(step, quad, (builder.xor(words, signs),) * 2) for step, quad, words in found]
+    return [(step, quad, [builder.xor(words, signs)] * 2) for step, quad, words in found]
+
+
+def _pairs(builder: Any, kind: str, words: Any) -> list[Any]:
+    if FORMATS[kind].is_signed:
+        eight, halves = ir.Constant(PAIRS, [8] * 2 * LANES), builder.bitcast(words, PAIRS)
+        return [builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)]
+    mask, shifted = (ir.Constant(VI, [0x00FF00FF] * LANES), builder.lshr(words, ir.Constant(VI, [8] * LANES)))
+    return [builder.bitcast(builder.and_(some, mask), PAIRS) for some in (words, shifted)]
 
 
 def code_pairs(
     builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead: Any
-) -> list[tuple[int, int, tuple[Any, Any]]]:
+) -> list[tuple[int, int, list[Any]]]:
     """Return what `code_words` returns as pairs of int16: inputs 0 and 2 of each quad, and inputs 1 and 3."""
-
-    def pairs(words: Any) -> tuple[Any, Any]:
-        if FORMATS[kind].is_signed:
-            eight, halves = ir.Constant(PAIRS, [8] * 2 * LANES), builder.bitcast(words, PAIRS)
-            return builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)
-        mask, shifted = (ir.Constant(VI, [0x00FF00FF] * LANES), builder.lshr(words, ir.Constant(VI, [8] * LANES)))
-        return builder.bitcast(builder.and_(words, mask), PAIRS), builder.bitcast(builder.and_(shifted, mask), PAIRS)
-
     found = code_words(builder, kind, block, unit, index, ahead)
-    return [(step, quad, pairs(words)) for step, quad, words in found]
+    return [(step, quad, _pairs(builder, kind, words)) for step, quad, words in found]
 
 
 def block_scale(builder: Any, kind: str, block: Any, number: int = 0) -> Any:
@@ -324,7 +324,7 @@ def _decode_unit(builder: Any, kind: int, block: Any, unit: Any, numbers: Any, s
     name = KINDS[kind]
     own, steps = FORMATS[name], times(builder, unit, FORMATS[name].unit)
 
-    def write(step: int, quad: Any, both: tuple[Any, Any]) -> None:
+    def write(step: int, quad: Any, both: list[Any]) -> None:
         for half, pairs in enumerate(both):
             place = builder.add(numbers, times(builder, quad, 64))
             store(builder, pairs, moved(builder, place, step * NUMBERS_BYTES + 64 * half * QUADS), 4)
@@ -336,6 +336,19 @@ def _decode_unit(builder: Any, kind: int, block: Any, unit: Any, numbers: Any, s
         if own.has_minima:
             found = step_minima(builder, name, block, moved(builder, steps, step))
         store(builder, found, moved(builder, minima, 64 * step), 4)
+
+
+def _products(builder: Any, codes: Any, factors: Any, zero: int) -> list[Any]:
+    """Return the pairs of unsigned codes, less `zero`, times signed factors of 8 bits in both halves of words."""
+    kind, mask = ir.VectorType(I8, 4 * LANES), ir.Constant(VI, [0x00FF00FF] * LANES)
+    lower = builder.and_(factors, mask)
+    less = builder.mul(builder.bitcast(factors, PAIRS), ir.Constant(PAIRS, [-zero] * 2 * LANES))
+    found = []
+    for some in (lower, builder.shl(lower, ir.Constant(VI, [8] * LANES))):
+        operands = [builder.bitcast(codes, kind), builder.bitcast(some, kind)]
+        products = simd.call_llvm(builder, "llvm.x86.avx512.pmaddubs.w.512", PAIRS, operands)
+        found.append(builder.add(products, less))
+    return found
 
 
 def build_pairs(builder: Any, kind: str, block: Any, unit: Any, ahead: Any, write: Callable[..., None]) -> None:
@@ -353,11 +366,15 @@ def build_pairs(builder: Any, kind: str, block: Any, unit: Any, ahead: Any, writ
             factors.append(builder.or_(builder.and_(factor, low), builder.shl(factor, high)))
         with cgutils.for_range(builder, turns) as inner:
             index = builder.add(builder.mul(outer.index, turns), inner.index)
-            for step, quad, both in code_pairs(builder, kind, block, unit, index, ahead):
-                if own.zero:
-                    both = tuple(builder.sub(pairs, ir.Constant(PAIRS, [own.zero] * 2 * LANES)) for pairs in both)
-                if factors:
-                    both = tuple(builder.mul(pairs, builder.bitcast(factors[step], PAIRS)) for pairs in both)
+            for step, quad, words in code_words(builder, kind, block, unit, index, ahead):
+                if factors and own.zero and simd.compiles_for("avx512bw"):
+                    both = _products(builder, words, factors[step], own.zero)
+                else:
+                    both = _pairs(builder, kind, words)
+                    if own.zero:
+                        both = [builder.sub(pairs, ir.Constant(PAIRS, [own.zero] * 2 * LANES)) for pairs in both]
+                    if factors:
+                        both = [builder.mul(pairs, builder.bitcast(factors[step], PAIRS)) for pairs in both]
                 write(step, moved(builder, index, quad), both)
 
 

@@ -82,7 +82,7 @@ def _write_bytes(builder: Any, kind: int, block: Any, steps: Any, to: Any, end: 
         unit = builder.urem(units.index, ir.Constant(I64, own.steps // own.unit))
         to_unit = builder.add(to, times(builder, step, _STEP_BYTES))
 
-        def write_pairs(number: int, quad: Any, both: tuple[Any, Any]) -> None:
+        def write_pairs(number: int, quad: Any, both: list[Any]) -> None:
             even, odd = (builder.bitcast(pairs, VI) for pairs in both)
             low, high, eight = _constant(0x00FF00FF), _constant(0xFF00FF00), _constant(8)
             lower = builder.or_(builder.and_(even, low), builder.and_(builder.shl(odd, eight), high))
