@@ -237,22 +237,26 @@ def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead
     return [(0, half * QUADS // 2, low) for half, low in enumerate(lows)]
 
 
+def _of_bytes(builder: Any, wide: str, narrow: str, result: ir.VectorType, operands: list[Any]) -> Any:
+    """Call an instruction of AVX-512 with vectors of 64 bytes, or the one of AVX2 twice. Both are named as in LLVM."""
+    if simd.compiles_for("avx512bw"):
+        return simd.call_llvm(builder, f"llvm.x86.avx512.{wide}.512", result, operands)
+    half, parts = ir.VectorType(result.element, result.count // 2), []
+    for first in (0, 2 * LANES):
+        order = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(first, first + 2 * LANES)))
+        halves = [builder.shuffle_vector(operand, operand, order) for operand in operands]
+        parts.append(simd.call_llvm(builder, f"llvm.x86.avx2.{narrow}", half, halves))
+    whole = ir.Constant(ir.VectorType(I32, result.count), list(range(result.count)))
+    return builder.shuffle_vector(*parts, whole)
+
+
 def _looked_up(builder: Any, codes: Any, table: tuple[int, ...]) -> Any:
     """Return the numbers of sixteen words of four 4-bit codes."""
     kind = ir.VectorType(I8, 4 * LANES)
     indices = builder.bitcast(codes, kind)
-    if simd.compiles_for("avx512bw"):
-        numbers = ir.Constant(kind, [number & 255 for number in table] * 4)
-        return builder.bitcast(simd.call_llvm(builder, "llvm.x86.avx512.pshuf.b.512", kind, [numbers, indices]), VI)
     if simd.compiles_for("avx2"):
-        half, parts = ir.VectorType(I8, 2 * LANES), []
-        numbers = ir.Constant(half, [number & 255 for number in table] * 2)
-        for first in (0, 2 * LANES):
-            order = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(first, first + 2 * LANES)))
-            some = builder.shuffle_vector(indices, indices, order)
-            parts.append(simd.call_llvm(builder, "llvm.x86.avx2.pshuf.b", half, [numbers, some]))
-        whole = ir.Constant(ir.VectorType(I32, 4 * LANES), list(range(4 * LANES)))
-        return builder.bitcast(builder.shuffle_vector(*parts, whole), VI)
+        numbers = ir.Constant(kind, [number & 255 for number in table] * 4)
+        return builder.bitcast(_of_bytes(builder, "pshuf.b", "pshuf.b", kind, [numbers, indices]), VI)
     found = ir.Constant(kind, None)
     for code, number in enumerate(table):
         here = builder.icmp_unsigned("==", indices, ir.Constant(kind, [code] * 4 * LANES))
@@ -346,8 +350,8 @@ def _products(builder: Any, codes: Any, factors: Any, zero: int) -> list[Any]:
     found = []
     for some in (lower, builder.shl(lower, ir.Constant(VI, [8] * LANES))):
         operands = [builder.bitcast(codes, kind), builder.bitcast(some, kind)]
-        products = simd.call_llvm(builder, "llvm.x86.avx512.pmaddubs.w.512", PAIRS, operands)
-        found.append(builder.add(products, less))
+        products = _of_bytes(builder, "pmaddubs.w", "pmadd.ub.sw", PAIRS, operands)
+        found.append(builder.add(products, less) if zero else products)
     return found
 
 
@@ -367,7 +371,7 @@ def build_pairs(builder: Any, kind: str, block: Any, unit: Any, ahead: Any, writ
         with cgutils.for_range(builder, turns) as inner:
             index = builder.add(builder.mul(outer.index, turns), inner.index)
             for step, quad, words in code_words(builder, kind, block, unit, index, ahead):
-                if factors and own.zero and simd.compiles_for("avx512bw"):
+                if factors and not own.is_signed and simd.compiles_for("avx2"):
                     both = _products(builder, words, factors[step], own.zero)
                 else:
                     both = _pairs(builder, kind, words)
