@@ -25,6 +25,11 @@ def compiled(dtype: torch.dtype) -> NetworkKernels:
     return create(choose("compiled", "cpu", dtype, processor_features(), quantized=True)).network
 
 
+def for_few_rows() -> NetworkKernels:
+    """The network of the default mode, which differs from `compiled` with AMX."""
+    return create(choose("compiled", "cpu", BF16, processor_features(), True, few_rows=True)).network
+
+
 def reference(activations: torch.dtype) -> NetworkKernels:
     return make("reference", activations).network
 
@@ -84,9 +89,11 @@ def test_sums_of_the_largest_numbers_and_activations_do_not_overflow(kind: str, 
     for first in own.halves:
         rows[:, first : first + 2] = torch.ones(1, dtype=torch.float16).view(torch.uint8)
     coded = QuantizedWeight.from_rows(kind, rows)
-    for count in (1, 4):
-        found = compiled(F32).linear(coded)(torch.ones(count, own.inputs), torch.empty(count, 16))
-        torch.testing.assert_close(found, coded.dequantized().sum(1).expand(count, -1))
+    for network in (compiled(F32), for_few_rows()):
+        for count in (1, 4, 9):
+            x = torch.ones(count, own.inputs, dtype=network.activations)
+            found = network.linear(coded)(x, torch.empty(count, 16))
+            torch.testing.assert_close(found, coded.dequantized().sum(1).expand(count, -1))
 
 
 def test_a_stack_of_several_formats_keeps_each_of_them() -> None:
@@ -100,11 +107,10 @@ def test_a_stack_of_several_formats_keeps_each_of_them() -> None:
 
 
 @pytest.mark.skipif(TILES not in processor_features(), reason="other processors have one kind of products")
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_with_amx_there_are_products_for_few_rows(kind: str) -> None:
-    network = create(choose("compiled", "cpu", BF16, processor_features(), True, few_rows=True)).network
     for coded, bias in cases(kind):
-        assert_equals_the_reference(network, coded, bias)
+        assert_equals_the_reference(for_few_rows(), coded, bias)
 
 
 @each_dtype

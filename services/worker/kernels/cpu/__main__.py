@@ -57,13 +57,12 @@ KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
 """Each kernel with the arguments of its variants."""
 if TILES in FEATURES:
     from services.worker.kernels.cpu.compiled.tile_attention import tile_attention_kernel
-    from services.worker.kernels.cpu.compiled.tile_codes import tile_multiplier
+    from services.worker.kernels.cpu.compiled.tile_codes import tile_coder
     from services.worker.kernels.cpu.compiled.tile_product import decoder, tile_product_kernel
 
     KERNELS.insert(0, (tile_product_kernel, [(False, 1), (True, 1)]))
     KERNELS.insert(1, (tile_attention_kernel, [()]))
-    KERNELS.insert(2, (tile_multiplier, [(8, True), (4, False)]))
-    KERNELS.extend((decoder, [(KINDS.index(name),)]) for name in COMMON)
+    KERNELS.extend((each, [(KINDS.index(name),)]) for each in (tile_coder, decoder) for name in COMMON)
 elif PAIRS in FEATURES:
     from services.worker.kernels.cpu.compiled.pair_product import pair_product_kernel
 

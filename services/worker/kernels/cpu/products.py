@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional
 
 from services.worker.kernels.cpu.compiled import coded_product, pair_product, product, tile_product
-from services.worker.kernels.cpu.compiled.block_formats import FORMATS, KINDS
-from services.worker.kernels.cpu.compiled.tile_codes import tile_multiplier
+from services.worker.kernels.cpu.compiled.block_formats import KINDS
+from services.worker.kernels.cpu.compiled.tile_codes import tile_coder
 from services.worker.kernels.cpu.launching import Launcher
 from services.worker.kernels.cpu.panels import OUTPUTS, PAIRED, format_address
 from services.worker.kernels.cpu.thread_team import Kernel
@@ -66,9 +66,7 @@ def _kernel_of(panels: PackedRows, choice: KernelChoice) -> tuple[Kernel, int, i
         return kernel, block, tile_product.CHUNK, (format_address(panels), *decoder)
     if not coded:
         return pair_product.pair_product_kernel(inputs), pair_product.BLOCK, pair_product.CHUNK, ()
-    own, tiles = FORMATS[panels.layout], 0
-    if choice.own == TILES and own.scale_steps > 1:
-        tiles = tile_multiplier(own.scale_steps, own.has_minima)
+    tiles = tile_coder(KINDS.index(panels.layout)) if choice.own == TILES else 0
     more = format_address(panels), int(choice.own is not None), tiles
     return coded_product.coded_product_kernel(inputs), coded_product.BLOCK, coded_product.CHUNK, more
 

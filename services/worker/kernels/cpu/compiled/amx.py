@@ -24,23 +24,24 @@ ROWS = 16
 TILE_BYTES = 1024
 
 
-def _emit(builder: Any, text: str, operands: list[Any]) -> None:
+def emit(builder: Any, text: str, *operands: Any) -> None:
+    """Build an instruction with some addresses or strides."""
     kind = ir.FunctionType(ir.VoidType(), [I64] * len(operands))
-    builder.asm(kind, text, ",".join(["r"] * len(operands) + ["~{memory}"]), operands, True)
+    builder.asm(kind, text, ",".join(["r"] * len(operands) + ["~{memory}"]), list(operands), True)
 
 
 def _on_memory(text: str) -> Any:
     """Make an instruction with an address and a stride, in bytes."""
-    return emits(types.void, types.int64, types.int64)(lambda builder, at, stride: _emit(builder, text, [at, stride]))
+    return emits(types.void, types.int64, types.int64)(lambda builder, at, stride: emit(builder, text, at, stride))
 
 
 def _on_tiles(text: str) -> Any:
-    return emits(types.void)(lambda builder: _emit(builder, text, []))
+    return emits(types.void)(lambda builder: emit(builder, text))
 
 
 @emits(types.void, types.int64)
 def _load_configuration(builder: Any, address: Any) -> None:
-    _emit(builder, "ldtilecfg ($0)", [address])
+    emit(builder, "ldtilecfg ($0)", address)
 
 
 release = _on_tiles("tilerelease")
@@ -53,24 +54,24 @@ multiply_0, multiply_1, multiply_2, multiply_3 = (
     _on_tiles(f"tdpbf16ps %tmm{6 + n % 2}, %tmm{4 + n // 2}, %tmm{n}") for n in range(4)
 )
 """Tile n of sums += activations of tile 4 + n // 2 times weights of tile 6 + n % 2."""
-multiply_bytes_0, multiply_bytes_1, multiply_bytes_2, multiply_bytes_3 = (
-    _on_tiles(f"tdpbssd %tmm{6 + n % 2}, %tmm{4 + n // 2}, %tmm{n}") for n in range(4)
-)
-"""The same of 64 int8, with sums of int32."""
 multiply_short_0, multiply_short_1 = (_on_tiles(f"tdpbf16ps %tmm{2 + n}, %tmm5, %tmm{n}") for n in range(2))
 """Tile n of sums += activations of tile 5 times weights of tile 2 + n, where both have sixteen inputs."""
 
 
 @njit(inline="always")
-def configure(memory, rows, short=False):  # type: ignore[no-untyped-def]
-    """Configure sums and activations with `rows` rows, weights with 16. `memory`: 64 bytes to write to. `short`: tiles
-    2, 3 and 5 are for `multiply_short_0` and `multiply_short_1`."""
+def configure(memory, rows, bytes_=64, short=False):  # type: ignore[no-untyped-def]
+    """Configure sums and activations with `rows` rows, weights with 16, for products of `bytes_` bytes of each row.
+
+    Args:
+        memory: 64 bytes to write to
+        short: tiles 2, 3 and 5 are for `multiply_short_0` and `multiply_short_1`
+    """
     configuration = carray(raw.pointer(memory), (64,), np.uint8)
     configuration[:] = 0
     configuration[0] = 1
     for tile in range(8):
-        configuration[16 + 2 * tile] = 64
-        configuration[48 + tile] = np.uint8(rows if tile < 6 else ROWS)
+        configuration[16 + 2 * tile] = np.uint8(bytes_ if 4 <= tile < 6 else 64)
+        configuration[48 + tile] = np.uint8(rows if tile < 6 else bytes_ // 4)
     if short:
         configuration[16 + 2 * 5] = 32
         configuration[48 + 2] = configuration[48 + 3] = 8

@@ -13,6 +13,7 @@ minimum, computed in float32 and rounded once:
 - float32[8, 16]: minima of each step
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -41,7 +42,7 @@ SCALES_AT = SPAN * NUMBERS_BYTES
 MINIMA_AT = SCALES_AT + SPAN * 4 * PANEL
 SPAN_BYTES = MINIMA_AT + SPAN * 4 * PANEL
 """Bytes of a decoded span."""
-_PAIRS = ir.VectorType(I16, 2 * LANES)
+PAIRS = ir.VectorType(I16, 2 * LANES)
 
 
 class Format(NamedTuple):
@@ -123,6 +124,16 @@ class Format(NamedTuple):
     def bytes(self) -> int:
         """Bytes of a panel's block."""
         return self.codes_at + PANEL * 4 * sum(number for _, number in self.words)
+
+    @property
+    def tile_steps(self) -> int:
+        """Steps of a tile of rows."""
+        return min(2, self.scale_steps)
+
+    @property
+    def tile_parts(self) -> int:
+        """Bytes of a number in AMX's tiles."""
+        return 2 if self.multiplies else 1
 
     @property
     def limit(self) -> int:
@@ -226,22 +237,26 @@ def code_words(builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead
     return [(0, half * QUADS // 2, low) for half, low in enumerate(lows)]
 
 
+def _of_bytes(builder: Any, wide: str, narrow: str, result: ir.VectorType, operands: list[Any]) -> Any:
+    """Call an instruction of AVX-512 with vectors of 64 bytes, or the one of AVX2 twice. Both are named as in LLVM."""
+    if simd.compiles_for("avx512bw"):
+        return simd.call_llvm(builder, f"llvm.x86.avx512.{wide}.512", result, operands)
+    half, parts = ir.VectorType(result.element, result.count // 2), []
+    for first in (0, 2 * LANES):
+        order = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(first, first + 2 * LANES)))
+        halves = [builder.shuffle_vector(operand, operand, order) for operand in operands]
+        parts.append(simd.call_llvm(builder, f"llvm.x86.avx2.{narrow}", half, halves))
+    whole = ir.Constant(ir.VectorType(I32, result.count), list(range(result.count)))
+    return builder.shuffle_vector(*parts, whole)
+
+
 def _looked_up(builder: Any, codes: Any, table: tuple[int, ...]) -> Any:
     """Return the numbers of sixteen words of four 4-bit codes."""
     kind = ir.VectorType(I8, 4 * LANES)
     indices = builder.bitcast(codes, kind)
-    if simd.compiles_for("avx512bw"):
-        numbers = ir.Constant(kind, [number & 255 for number in table] * 4)
-        return builder.bitcast(simd.call_llvm(builder, "llvm.x86.avx512.pshuf.b.512", kind, [numbers, indices]), VI)
     if simd.compiles_for("avx2"):
-        half, parts = ir.VectorType(I8, 2 * LANES), []
-        numbers = ir.Constant(half, [number & 255 for number in table] * 2)
-        for first in (0, 2 * LANES):
-            order = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(first, first + 2 * LANES)))
-            some = builder.shuffle_vector(indices, indices, order)
-            parts.append(simd.call_llvm(builder, "llvm.x86.avx2.pshuf.b", half, [numbers, some]))
-        whole = ir.Constant(ir.VectorType(I32, 4 * LANES), list(range(4 * LANES)))
-        return builder.bitcast(builder.shuffle_vector(*parts, whole), VI)
+        numbers = ir.Constant(kind, [number & 255 for number in table] * 4)
+        return builder.bitcast(_of_bytes(builder, "pshuf.b", "pshuf.b", kind, [numbers, indices]), VI)
     found = ir.Constant(kind, None)
     for code, number in enumerate(table):
         here = builder.icmp_unsigned("==", indices, ir.Constant(kind, [code] * 4 * LANES))
@@ -251,27 +266,27 @@ def _looked_up(builder: Any, codes: Any, table: tuple[int, ...]) -> Any:
 
 def code_bytes(
     builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead: Any
-) -> list[tuple[int, int, tuple[Any, Any]]]:
+) -> list[tuple[int, int, list[Any]]]:
     """Return what `code_words` returns as unsigned bytes, twice: codes, whose zero is `Format.zero_byte`."""
     signs = ir.Constant(VI, [0x80808080 if FORMATS[kind].is_signed else 0] * LANES)
     found = code_words(builder, kind, block, unit, index, ahead)
-    return [(step, quad, (builder.xor(words, signs),) * 2) for step, quad, words in found]
+    return [(step, quad, [builder.xor(words, signs)] * 2) for step, quad, words in found]
+
+
+def _pairs(builder: Any, kind: str, words: Any) -> list[Any]:
+    if FORMATS[kind].is_signed:
+        eight, halves = ir.Constant(PAIRS, [8] * 2 * LANES), builder.bitcast(words, PAIRS)
+        return [builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)]
+    mask, shifted = (ir.Constant(VI, [0x00FF00FF] * LANES), builder.lshr(words, ir.Constant(VI, [8] * LANES)))
+    return [builder.bitcast(builder.and_(some, mask), PAIRS) for some in (words, shifted)]
 
 
 def code_pairs(
     builder: Any, kind: str, block: Any, unit: Any, index: Any, ahead: Any
-) -> list[tuple[int, int, tuple[Any, Any]]]:
+) -> list[tuple[int, int, list[Any]]]:
     """Return what `code_words` returns as pairs of int16: inputs 0 and 2 of each quad, and inputs 1 and 3."""
-
-    def pairs(words: Any) -> tuple[Any, Any]:
-        if FORMATS[kind].is_signed:
-            eight, halves = ir.Constant(_PAIRS, [8] * 2 * LANES), builder.bitcast(words, _PAIRS)
-            return builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)
-        mask, shifted = (ir.Constant(VI, [0x00FF00FF] * LANES), builder.lshr(words, ir.Constant(VI, [8] * LANES)))
-        return builder.bitcast(builder.and_(words, mask), _PAIRS), builder.bitcast(builder.and_(shifted, mask), _PAIRS)
-
     found = code_words(builder, kind, block, unit, index, ahead)
-    return [(step, quad, pairs(words)) for step, quad, words in found]
+    return [(step, quad, _pairs(builder, kind, words)) for step, quad, words in found]
 
 
 def block_scale(builder: Any, kind: str, block: Any, number: int = 0) -> Any:
@@ -311,7 +326,39 @@ def step_minima(builder: Any, kind: str, block: Any, step: Any) -> Any:
 def _decode_unit(builder: Any, kind: int, block: Any, unit: Any, numbers: Any, scales: Any, minima: Any) -> None:
     """Decode a unit of a block."""
     name = KINDS[kind]
-    own = FORMATS[name]
+    own, steps = FORMATS[name], times(builder, unit, FORMATS[name].unit)
+
+    def write(step: int, quad: Any, both: list[Any]) -> None:
+        for half, pairs in enumerate(both):
+            place = builder.add(numbers, times(builder, quad, 64))
+            store(builder, pairs, moved(builder, place, step * NUMBERS_BYTES + 64 * half * QUADS), 4)
+
+    build_pairs(builder, name, block, unit, None, write)
+    store(builder, block_scale(builder, name, block), scales, 4)
+    for step in range(own.unit):
+        found = ir.Constant(VF, None)
+        if own.has_minima:
+            found = step_minima(builder, name, block, moved(builder, steps, step))
+        store(builder, found, moved(builder, minima, 64 * step), 4)
+
+
+def _products(builder: Any, codes: Any, factors: Any, zero: int) -> list[Any]:
+    """Return the pairs of unsigned codes, less `zero`, times signed factors of 8 bits in both halves of words."""
+    kind, mask = ir.VectorType(I8, 4 * LANES), ir.Constant(VI, [0x00FF00FF] * LANES)
+    lower = builder.and_(factors, mask)
+    less = builder.mul(builder.bitcast(factors, PAIRS), ir.Constant(PAIRS, [-zero] * 2 * LANES))
+    found = []
+    for some in (lower, builder.shl(lower, ir.Constant(VI, [8] * LANES))):
+        operands = [builder.bitcast(codes, kind), builder.bitcast(some, kind)]
+        products = _of_bytes(builder, "pmaddubs.w", "pmadd.ub.sw", PAIRS, operands)
+        found.append(builder.add(products, less) if zero else products)
+    return found
+
+
+def build_pairs(builder: Any, kind: str, block: Any, unit: Any, ahead: Any, write: Callable[..., None]) -> None:
+    """Build the decoding of a unit of a block to numbers. `write` is called with a step of the unit, a variable quad
+    and its pairs of int16, as `code_pairs` has them. `ahead`: see `code_words`."""
+    own = FORMATS[kind]
     groups, steps = ir.Constant(I64, own.groups), times(builder, unit, own.unit)
     turns = ir.Constant(I64, own.turns // own.groups)
     low, high = ir.Constant(VI, [0xFFFF] * LANES), ir.Constant(VI, [16] * LANES)
@@ -319,25 +366,20 @@ def _decode_unit(builder: Any, kind: int, block: Any, unit: Any, numbers: Any, s
         factors = []
         for step in range(own.unit if own.multiplies else 0):
             group = builder.add(builder.mul(moved(builder, steps, step), groups), outer.index)
-            factor = group_factor(builder, name, block, group)
+            factor = group_factor(builder, kind, block, group)
             factors.append(builder.or_(builder.and_(factor, low), builder.shl(factor, high)))
         with cgutils.for_range(builder, turns) as inner:
             index = builder.add(builder.mul(outer.index, turns), inner.index)
-            to = builder.add(numbers, times(builder, index, 64))
-            for step, quad, both in code_pairs(builder, name, block, unit, index, None):
-                for half, pairs in enumerate(both):
+            for step, quad, words in code_words(builder, kind, block, unit, index, ahead):
+                if factors and not own.is_signed and simd.compiles_for("avx2"):
+                    both = _products(builder, words, factors[step], own.zero)
+                else:
+                    both = _pairs(builder, kind, words)
                     if own.zero:
-                        pairs = builder.sub(pairs, ir.Constant(_PAIRS, [own.zero] * 2 * LANES))
+                        both = [builder.sub(pairs, ir.Constant(PAIRS, [own.zero] * 2 * LANES)) for pairs in both]
                     if factors:
-                        pairs = builder.mul(pairs, builder.bitcast(factors[step], _PAIRS))
-                    place = moved(builder, to, step * NUMBERS_BYTES + 64 * (half * QUADS + quad))
-                    store(builder, pairs, place, 4)
-    store(builder, block_scale(builder, name, block), scales, 4)
-    for step in range(own.unit):
-        found = ir.Constant(VF, None)
-        if own.has_minima:
-            found = step_minima(builder, name, block, moved(builder, steps, step))
-        store(builder, found, moved(builder, minima, 64 * step), 4)
+                        both = [builder.mul(pairs, builder.bitcast(factors[step], PAIRS)) for pairs in both]
+                write(step, moved(builder, index, quad), both)
 
 
 @njit(inline="always")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 
@@ -33,6 +34,29 @@ def add_products(builder: Any, sums: Any, numbers: Any, pair: Any) -> Any:
         order = ir.Constant(VI, list(range(first, 2 * LANES, 2)))
         sums = builder.add(sums, builder.shuffle_vector(products, products, order))
     return sums
+
+
+TASK = np.dtype(
+    [
+        ("codes", np.int64),  # address of the first panel
+        ("first", np.int64),  # step of a span
+        ("steps", np.int64),  # of the span
+        ("rows", np.int64),  # 0: decode panels, or release AMX's tiles
+        ("width", np.int64),  # number of panels
+        ("out", np.int64),  # decoded panels, or float32[rows, PANELS, 16], to which products are added
+        ("x", np.int64),  # address of the first rounded row
+        ("row_bytes", np.int64),
+        ("row_steps", np.int64),
+        ("end", np.int64),  # of the item's panels; codes behind it are not read beforehand
+        ("jump", np.int64),  # from there to the codes that this thread reads next
+        ("tile_rows", np.int64),  # rows of a tile of AMX
+        ("tiles_are_new", np.int64),  # 1: with this number, which may be smaller for the last tile
+        ("bytes", np.int64),  # address of int8[tiles, steps of a row, tile_rows, 2, 32]: numbers of rounded rows
+        ("room", np.int64),  # ROOM bytes to write to
+    ]
+)
+"""Arguments of a format's coder, and of its products with AMX, to which the last four belong."""
+TASK_BYTES = 128
 
 
 class CodeTile:

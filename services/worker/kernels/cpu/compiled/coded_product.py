@@ -21,7 +21,6 @@ from numba.core import cgutils, types
 from numpy.typing import NDArray
 
 from services.worker.kernels.cpu.compiled import raw, simd
-from services.worker.kernels.cpu.compiled.amx import ROWS as TILE_ROWS
 from services.worker.kernels.cpu.compiled.block_formats import (
     BYTES,
     FORMATS,
@@ -44,13 +43,13 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     step_minima,
 )
 from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, times
-from services.worker.kernels.cpu.compiled.code_tile import CodeTile, add_byte_products, add_products
+from services.worker.kernels.cpu.compiled.code_tile import TASK, TASK_BYTES, CodeTile, add_byte_products, add_products
 from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.product import FIELDS
 from services.worker.kernels.cpu.compiled.raw import prefetch_line
 from services.worker.kernels.cpu.compiled.rounded_rows import HALVES_AT, round_rows, size_of_row
 from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, LANES, VF, VI
-from services.worker.kernels.cpu.compiled.tile_codes import LEAST_ROWS, ROOM, TILE_TASK, split_row
+from services.worker.kernels.cpu.compiled.tile_codes import ROOM, TILE_ROWS
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, compiled, take
 
 BLOCK = PANELS * PANEL
@@ -71,27 +70,9 @@ CODED = arguments(
     *FIELDS,
     ("format", np.int64),  # int64[NUMBERS], as `format_table` returns it
     ("half", np.int64),  # activations are bfloat16, and not float32
-    ("tiles", np.int64),  # address, as `tile_multiplier` returns it; 0: no AMX
+    ("tiles", np.int64),  # address, as `tile_coder` returns it; 0: no AMX
 )
-NUMBERS = 7
-TASK = np.dtype(
-    [
-        ("codes", np.int64),  # address of the first panel
-        ("first", np.int64),  # step of a span
-        ("steps", np.int64),  # of the span
-        ("rows", np.int64),  # up to `_few_rows`; 0: decode panels
-        ("width", np.int64),  # number of panels
-        ("out", np.int64),  # decoded panels, or float32[rows, PANELS, 16], to which products are added
-        ("x", np.int64),  # address of the first rounded row
-        ("row_bytes", np.int64),
-        ("row_steps", np.int64),
-        ("end", np.int64),  # of the item's panels; codes behind it are not read beforehand
-        ("jump", np.int64),  # from there to the codes that this thread reads next
-    ]
-)
-"""A coder's arguments."""
-TASK_BYTES = 128
-"""Memory for a `TASK` or a `TILE_TASK`."""
+NUMBERS = 8
 PARTS = (0, 1, 2, 3, 4, 3, 6, 4, 8, 3, 4, 3, 6, 6, 6, 8, 8)
 """Rows that are multiplied first with codes that are decoded in registers, by the number of rows. One row is never a
 part: it is rounded in another way."""
@@ -258,27 +239,22 @@ def coded_product_kernel(inputs: int) -> Kernel:
     def coded_product(address):  # type: ignore[no-untyped-def]
         a = carray(raw.pointer(address), 1, CODED)[0]
         own = raw.i64_at(a.format, NUMBERS)
-        coder, limit, scale_steps, has_minima, few = own[0], own[3], own[4], own[5], own[6]
+        coder, limit, scale_steps, has_minima, few, tile_steps = own[0], own[3], own[4], own[5], own[6], own[7]
         steps, items = a.inputs // STEP, (a.outputs + BLOCK - 1) // BLOCK
         row_bytes = size_of_row(steps)
         most, item_bytes = min(a.rows, CHUNK), steps // own[1] * own[2] * PANELS
         span_bytes = SPAN // own[1] * own[2] * PANELS
-        has_tiles = a.tiles != 0 and most >= LEAST_ROWS
-        split_size = (most + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS * 2 * a.inputs * has_tiles
-        tiles_size = (ROOM + TASK_BYTES) * has_tiles + split_size
+        has_tiles = a.tiles != 0 and most > few
+        tiles_size = (ROOM + (most + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS * 2 * a.inputs) * has_tiles
         buffer = raw.allocate(64 + TASK_BYTES + WIDTH * SPAN_BYTES + tiles_size + most * (BLOCK * 4 + row_bytes))
         place = (buffer + 63) // 64 * 64
         decoded = place + TASK_BYTES
-        tile_place = decoded + WIDTH * SPAN_BYTES
-        sums = tile_place + tiles_size
+        room = decoded + WIDTH * SPAN_BYTES
+        sums = room + tiles_size
         rounded = sums + most * BLOCK * 4
         task = carray(raw.pointer(place), 1, TASK)[0]
         task.x, task.row_bytes, task.row_steps = rounded, row_bytes, steps
-        tiles = carray(raw.pointer(tile_place), 1, TILE_TASK)[0]
-        if has_tiles:
-            tiles.decoded, tiles.x, tiles.row_bytes, tiles.row_steps = decoded, rounded, row_bytes, steps
-            tiles.room, tiles.configured = tile_place + TASK_BYTES, 0
-            tiles.bytes = tiles.room + ROOM
+        task.room, task.bytes, task.tile_rows = room, room + ROOM, 0
         # Kept from item to item: no item needs a division
         first_item, start, rows, is_few, is_tiled, ahead_bytes = 0, 0, 0, False, False, 0
         item = take(address)
@@ -289,26 +265,28 @@ def coded_product_kernel(inputs: int) -> Kernel:
             if rows == 0:  # most items have the rows of the one before
                 rows = min(CHUNK, a.rows - start)
                 is_few = rows <= few
-                is_tiled = has_tiles and rows >= LEAST_ROWS
+                is_tiled = has_tiles and not is_few
+                tile_rows = 0
                 if is_tiled:
-                    tiles.rows, tiles.tiles = rows, (rows + TILE_ROWS - 1) // TILE_ROWS
-                    tiles.tile_rows, tiles.configured = (rows + tiles.tiles - 1) // tiles.tiles, 0  # equal tiles
-                    tiles.ahead_bytes = (span_bytes // PANELS // (SPAN // 2 * tiles.tiles) + 63) // 64 * 64
+                    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+                    tile_rows = (rows + tiles - 1) // tiles  # equal tiles
+                    task.tile_rows, task.tiles_are_new = tile_rows, 1
                 # Each part of the rows reads as many of the codes that are needed next
                 ahead_bytes = span_bytes // PANELS * WIDTH // (TURNS * ((rows + ROWS - 1) // ROWS))
                 x = a.x + start * a.inputs * (2 if a.half else 4)
-                round_rows(x, a.half, rows, steps, limit, rounded)
-                for row in range(rows * is_tiled):
-                    split_row(rounded + row * row_bytes, steps, row, tiles.tiles, tiles.tile_rows, tiles.bytes)
+                together = tile_steps if is_tiled else 1
+                round_rows(x, a.half, rows, steps, limit, rounded, task.bytes, tile_rows, together)
             block, later = item - first_item, following - first_item
             while later >= items:
                 later -= items
             task.end = a.weight + (block + 1) * item_bytes
             task.jump = (later - block - 1) * item_bytes if following < a.items else -item_bytes
-            task.rows, task.width = (rows, PANELS) if is_few else (0, 1 if is_tiled else WIDTH)
+            is_decoded = not is_few and not is_tiled
+            task.rows = 0 if is_decoded else rows
             for number in range(rows * PANELS):
                 simd.store_f32x16(sums + number * 64, simd.splat(np.float32(0)))
             panels = (min(BLOCK, a.outputs - block * BLOCK) + PANEL - 1) // PANEL
+            task.width = WIDTH if is_decoded else PANELS if is_few else panels
             for step in range(0, steps, SPAN):
                 task.first, task.steps = step, min(SPAN, steps - step)
                 ahead = a.weight + block * item_bytes + (step // SPAN + 1) * span_bytes
@@ -317,13 +295,10 @@ def coded_product_kernel(inputs: int) -> Kernel:
                 for panel in range(0, panels, task.width):
                     out = sums + panel * 64
                     task.codes = a.weight + block * item_bytes + panel * own[2]
-                    task.out = out if is_few else decoded
-                    raw.call(coder, place)
-                    done = rows if is_few or is_tiled else 0
+                    task.out = decoded if is_decoded else out
+                    raw.call(a.tiles if is_tiled else coder, place)
+                    done = 0 if is_decoded else rows
                     codes = ahead + panel * (span_bytes // PANELS)
-                    if is_tiled:
-                        tiles.first, tiles.out, tiles.ahead = step, out, codes
-                        raw.call(a.tiles, tile_place)
                     while done < rows:
                         # Equal parts: seven rows are four and three
                         parts = (rows - done + ROWS - 1) // ROWS
@@ -338,9 +313,9 @@ def coded_product_kernel(inputs: int) -> Kernel:
                         codes += ahead_bytes * TURNS
             _write(a, sums, start, rows, block * BLOCK)
             item = following
-        if has_tiles and tiles.configured:
-            tiles.rows = 0
-            raw.call(a.tiles, tile_place)
+        if task.tile_rows > 0:
+            task.rows = 0
+            raw.call(a.tiles, place)
         raw.release(buffer)
 
     return Kernel(coded_product, CODED, cost=-(-WORTH // (BLOCK * inputs)))
@@ -388,7 +363,7 @@ def _width(own: Format, rows: int) -> int:
 @cache
 def format_table(kind: int) -> NDArray[np.int64]:
     """Return what kernels must know of a format, and compile its coder: address of the coder; steps and bytes of a
-    block; largest activation; `scale_steps`; `has_minima`; `_few_rows`."""
+    block; largest activation; `scale_steps`; `has_minima`; `_few_rows`; `tile_steps`."""
     own = FORMATS[KINDS[kind]]
-    numbers = own.steps, own.bytes, own.limit, own.scale_steps, int(own.has_minima), _few_rows(own)
+    numbers = own.steps, own.bytes, own.limit, own.scale_steps, int(own.has_minima), _few_rows(own), own.tile_steps
     return np.array([_coder(kind).address, *numbers], np.int64)

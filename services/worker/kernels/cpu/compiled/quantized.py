@@ -22,7 +22,8 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     SPAN_BYTES,
     STEP,
 )
-from services.worker.kernels.cpu.compiled.coded_product import NUMBERS, TASK, TASK_BYTES
+from services.worker.kernels.cpu.compiled.code_tile import TASK, TASK_BYTES
+from services.worker.kernels.cpu.compiled.coded_product import NUMBERS
 from services.worker.kernels.cpu.compiled.product import panel_of
 from services.worker.kernels.cpu.thread_team import Kernel, arguments, items
 

@@ -3,7 +3,8 @@
 A rounded row is one after the other:
 
 - int16[steps, 2, 16]: even inputs and odd inputs of each step; or, for codes that are multiplied as bytes,
-  int8[steps, 2, 32]: the upper and the lower bytes, both signed, so that an input is 256 * upper + lower
+  int8[steps, 2, 32]: the upper and the lower bytes, both signed, so that an input is 256 * upper + lower. Those for
+  AMX are elsewhere, with two steps together for some formats (tile_codes.py)
 - int32[steps, 2]: sums of its halves
 - float32[steps]: sums
 - float32[spans]: scales
@@ -47,11 +48,12 @@ def _larger(builder: Any, address: Any, half: int, most: Any) -> Any:
     return builder.bitcast(most, VF)
 
 
-@emits(types.void, types.int64, CONSTANT, simd.vector, *(types.int64,) * 3, CONSTANT)
+@emits(types.void, types.int64, CONSTANT, simd.vector, *(types.int64,) * 4, CONSTANT)
 def _round_step(
-    builder: Any, address: Any, half: int, inverse: Any, to: Any, halves: Any, total: Any, are_bytes: int
+    builder: Any, address: Any, half: int, inverse: Any, upper: Any, lower: Any, halves: Any, total: Any, are_bytes: int
 ) -> None:
-    """Round 32 inputs times `inverse`. `to`, `halves` and `total`: addresses of their parts of a rounded row."""
+    """Round 32 inputs times `inverse`. The last four: addresses of their parts of a rounded row. Even inputs are at
+    `upper`, and odd ones at `lower`, if `are_bytes` is 0."""
     # The float32 nearest to a small number + 1.5 * 2**23 has that number, rounded, in its lowest bits
     magic, sums = ir.Constant(VF, [12582912.0] * LANES), ir.Constant(VI, [-2 * 0x4B400000] * LANES)
     rounded = [
@@ -61,10 +63,10 @@ def _round_step(
     kept = rounded
     if are_bytes:
         low, bits, round_up = (ir.Constant(VI, [number] * LANES) for number in (255, 8, 128))
-        upper = [builder.lshr(builder.add(some, round_up), bits) for some in rounded]
-        kept = [builder.or_(builder.and_(even, low), builder.shl(odd, bits)) for even, odd in (upper, rounded)]
-    for number, some in enumerate(kept):
-        store(builder, builder.trunc(some, ir.VectorType(I16, LANES)), moved(builder, to, STEP * number), 2)
+        above = [builder.lshr(builder.add(some, round_up), bits) for some in rounded]
+        kept = [builder.or_(builder.and_(even, low), builder.shl(odd, bits)) for even, odd in (above, rounded)]
+    for number, (some, place) in enumerate(zip(kept, (upper, lower), strict=True)):
+        store(builder, builder.trunc(some, ir.VectorType(I16, LANES)), place, 2)
         sums = builder.add(sums, rounded[number])
     for distance in (4, 2, 1):
         order = ir.Constant(VI, [lane ^ distance for lane in range(LANES)])
@@ -89,7 +91,7 @@ def size_of_row(steps):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _round_row(x, steps, limit, to, HALF, ARE_BYTES):  # type: ignore[no-untyped-def]
+def _round_row(x, steps, limit, to, numbers, apart, together, HALF, ARE_BYTES):  # type: ignore[no-untyped-def]
     size, halves, totals = STEP * (2 if HALF else 4), to + steps * HALVES_AT, to + steps * TOTALS_AT
     scales = to + steps * SCALES_AT
     for span in range((steps + SPAN - 1) // SPAN):
@@ -103,21 +105,31 @@ def _round_row(x, steps, limit, to, HALF, ARE_BYTES):  # type: ignore[no-untyped
         inverse = simd.splat(np.float32(0) if is_tiny else np.float32(limit) / largest)
         simd.store_f32(scales + span * 4, scale)
         for step in range(first, end):
-            target = to + step * 2 * STEP
-            _round_step(x + step * size, HALF, inverse, target, halves + step * 8, totals + step * 4, ARE_BYTES)
+            upper = numbers + step // together * apart + step % together * STEP
+            lower = upper + together * STEP
+            _round_step(x + step * size, HALF, inverse, upper, lower, halves + step * 8, totals + step * 4, ARE_BYTES)
 
 
 @njit(inline="always")
-def round_rows(x, half, rows, steps, limit, to):  # type: ignore[no-untyped-def]
-    """Round rows of bfloat16 (`half`) or float32 to numbers up to `limit`. One row alone gets the form for codes that
-    are multiplied as bytes, where the processor has such products."""
+def round_rows(x, half, rows, steps, limit, to, tiles, tile_rows, together):  # type: ignore[no-untyped-def]
+    """Round rows of bfloat16 (`half`) or float32 to numbers up to `limit`. Rows of tiles get the form for codes that
+    are multiplied as bytes, as does one row alone, where the processor has such products.
+
+    Args:
+        tiles: address for the bytes of rows, if there are `tile_rows`, with `together` steps side by side
+    """
+    are_bytes, apart = tile_rows > 0 or (BYTES and rows == 1), 2 * STEP
     for row in range(rows):
         at, place = x + row * steps * STEP * (2 if half else 4), to + row * size_of_row(steps)
-        if half and rows == 1:
-            _round_row(at, steps, limit, place, 1, BYTES)
+        numbers = place
+        if tile_rows:
+            apart = 2 * STEP * together * tile_rows
+            numbers = tiles + row // tile_rows * (steps // together) * apart + row % tile_rows * 2 * STEP * together
+        if half and are_bytes:
+            _round_row(at, steps, limit, place, numbers, apart, together, 1, 1)
         elif half:
-            _round_row(at, steps, limit, place, 1, 0)
-        elif rows == 1:
-            _round_row(at, steps, limit, place, 0, BYTES)
+            _round_row(at, steps, limit, place, numbers, apart, together, 1, 0)
+        elif are_bytes:
+            _round_row(at, steps, limit, place, numbers, apart, together, 0, 1)
         else:
-            _round_row(at, steps, limit, place, 0, 0)
+            _round_row(at, steps, limit, place, numbers, apart, together, 0, 0)

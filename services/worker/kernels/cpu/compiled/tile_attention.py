@@ -97,7 +97,7 @@ def tile_attention_kernel() -> Kernel:
                 continue
             if configured != min(rows, amx.ROWS):
                 configured = min(rows, amx.ROWS)
-                amx.configure(spare, configured, True)
+                amx.configure(spare, configured, short=True)
             begin, end = blocks_read(first, count, a.window, size)
             blocks, block_bytes = raw.i32_at(a.table + slot * a.stride * 4, end), a.kv_heads * size * dim * 2
             keys, values = a.keys + head * size * dim * 2, a.values + head * size * dim * 2

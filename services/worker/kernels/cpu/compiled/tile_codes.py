@@ -1,177 +1,222 @@
-"""Products of many rounded rows (rounded_rows.py) with decoded panels, with AMX's products of bytes, for
-coded_product.py.
+"""Products of many rounded rows (rounded_rows.py) with AMX's products of bytes, for coded_product.py.
 
-A number of 16 bits is 256 times a signed byte plus another one. So four tiles of sums, one for each pair of bytes, make
-the same whole numbers as products of 16 bits, and a row has the same bits with either (batch invariance,
-docs/invariants.md). They pay where several steps share a scale: otherwise the sums of 32 inputs are scaled, which takes
-longer than the products.
+A rounded number is 256 times a signed byte plus another one. A tile has both bytes of up to `TILE_ROWS` rows, one below
+the other. One instruction multiplies 32 inputs of them with the codes of sixteen outputs, or, where scales of groups
+are factors of the numbers, 64 inputs with one of the two bytes of these. All sums of products are the whole numbers
+that other ways compute, and they are scaled in the same order, so a row has the same bits with each (batch invariance,
+docs/invariants.md).
 """
 
 from functools import cache
 from typing import Any
 
-import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, njit
-from numba.core import types
+from numba import carray
+from numba.core import cgutils, types
 
 from services.worker.kernels.cpu.compiled import amx, raw
-from services.worker.kernels.cpu.compiled.block_formats import MINIMA_AT, NUMBERS_BYTES, PANELS, SCALES_AT, SPAN, STEP
-from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store
-from services.worker.kernels.cpu.compiled.code_tile import CodeTile
+from services.worker.kernels.cpu.compiled.block_formats import (
+    FORMATS,
+    KINDS,
+    PAIRS,
+    PANELS,
+    QUADS,
+    SPAN,
+    STEP,
+    Format,
+    block_scale,
+    build_pairs,
+    code_words,
+    group_factor,
+    next_codes,
+    step_minima,
+)
+from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, store, times
+from services.worker.kernels.cpu.compiled.code_tile import TASK, CodeTile
 from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
-from services.worker.kernels.cpu.compiled.simd import I16, I64, LANES, VF, VI
+from services.worker.kernels.cpu.compiled.simd import I8, I64, LANES, VI
 from services.worker.kernels.cpu.thread_team import compiled
 
-LEAST_ROWS = 13
-"""Fewer rows do not pay for the bytes of the panels: a step of 12 takes as long without AMX."""
-TILE_TASK = np.dtype(
-    [
-        ("decoded", np.int64),  # address of a span of a decoded panel, whose numbers are overwritten by their bytes
-        ("first", np.int64),  # step of the span
-        ("rows", np.int64),  # 0: release the tiles
-        ("x", np.int64),  # address of the first rounded row
-        ("row_bytes", np.int64),
-        ("row_steps", np.int64),
-        ("bytes", np.int64),  # address of the split rows
-        ("tiles", np.int64),  # number of tiles of all rows
-        ("tile_rows", np.int64),  # of each of them; the last one may have fewer
-        ("out", np.int64),  # float32[rows, PANELS, 16], to which products are added
-        ("ahead", np.int64),  # address of codes that are decoded later: they are read from memory meanwhile
-        ("ahead_bytes", np.int64),  # how many for two steps of a tile: all at once would hold up the products
-        ("room", np.int64),  # ROOM bytes to write to
-        ("configured", np.int64),  # 0 before the first call with this `tile_rows`
-    ]
-)
-"""Arguments of a `tile_multiplier`."""
-_PARTS = 4
-"""Tiles of sums: by the bytes of inputs and of weights."""
-ROOM = 64 + 2 * _PARTS * amx.TILE_BYTES
-"""Bytes for a configuration and for the sums of up to two scales in a span."""
-_FINISHED = amx.ROWS // 2
-"""Largest number of rows whose sums are scaled together."""
+TILE_ROWS = amx.ROWS // 2
+"""Most rows that are multiplied together."""
+_STEP_BYTES = QUADS * 64
+_PART_BYTES = SPAN * _STEP_BYTES
+_SUMS_AT, _SUMS_BYTES = 64 + 2 * _PART_BYTES, SPAN * amx.TILE_BYTES
+ROOM = _SUMS_AT + 2 * _SUMS_BYTES
+"""Bytes for a configuration, the bytes of a span of a panel, and the sums of two tiles."""
 
 
-@emits(types.void, *(types.int64,) * 3, CONSTANT)
-def _split(builder: Any, address: Any, lower: Any, upper: Any, are_neighbours: int) -> None:
-    """Write the lower and the upper bytes of two vectors of pairs of int16: word i of each has those of two pairs.
+def _constant(value: int) -> ir.Constant:
+    return ir.Constant(VI, [value] * LANES)
+
+
+def _upper_bits(own: Format) -> int:
+    """Return how far the upper byte of a number is above the lower one.
+
+    Both bytes of a code times a factor of 6 bits are the code times 3 bits of the factor: two such products are one of
+    16 bits, because neither is larger than a byte.
+    """
+    return 3 if own.has_minima else 8
+
+
+@emits(types.void, CONSTANT, *(types.int64,) * 5)
+def _write_bytes(builder: Any, kind: int, block: Any, steps: Any, to: Any, end: Any, jump: Any) -> None:
+    """Write the bytes of a span of a panel: int8[`Format.tile_parts`, SPAN, QUADS, 16, 4], the lower ones first.
 
     Args:
-        are_neighbours: the pairs of a word are side by side, as in a row, and not in the same place of both vectors,
-            as in a panel
+        block: address of the panel's first block in the span
+        steps: of the span
+        end, jump: see `next_codes`
     """
-    pairs = [load(builder, moved(builder, address, 64 * number), VI) for number in range(2)]
-    if are_neighbours:
-        orders = [ir.Constant(VI, list(range(first, 2 * LANES, 2))) for first in range(2)]
-        pairs = [builder.shuffle_vector(*pairs, order) for order in orders]
-    mask, above, eight = (ir.Constant(VI, [value] * LANES) for value in (0x00FF00FF, -0x00FF0100, 8))
-    short = ir.VectorType(I16, 2 * LANES)
-    half = ir.Constant(short, [128] * 2 * LANES)
-    even, odd = pairs
-    low = builder.or_(builder.and_(even, mask), builder.and_(builder.shl(odd, eight), above))
-    # The upper byte of a number whose lower byte is negative is one more
-    even, odd = (builder.bitcast(builder.add(builder.bitcast(some, short), half), VI) for some in pairs)
-    high = builder.or_(builder.and_(builder.lshr(even, eight), mask), builder.and_(odd, above))
-    store(builder, low, lower)
-    store(builder, high, upper)
+    name = KINDS[kind]
+    own, bytes_ = FORMATS[name], ir.VectorType(I8, 4 * LANES)
+
+    def write(parts: list[Any], place: Any, quad: int) -> None:
+        for part, words in enumerate(parts):
+            store(builder, words, moved(builder, place, part * _PART_BYTES + 64 * quad), 4)
+
+    with cgutils.for_range(builder, builder.udiv(steps, ir.Constant(I64, own.unit))) as units:
+        step = times(builder, units.index, own.unit)
+        here = builder.add(block, times(builder, builder.udiv(step, ir.Constant(I64, own.steps)), PANELS * own.bytes))
+        ahead = next_codes(builder, name, [here], end, jump)
+        unit = builder.urem(units.index, ir.Constant(I64, own.steps // own.unit))
+        to_unit = builder.add(to, times(builder, step, _STEP_BYTES))
+
+        def write_pairs(number: int, quad: Any, both: list[Any]) -> None:
+            even, odd = (builder.bitcast(pairs, VI) for pairs in both)
+            low, high, eight = _constant(0x00FF00FF), _constant(0xFF00FF00), _constant(8)
+            lower = builder.or_(builder.and_(even, low), builder.and_(builder.shl(odd, eight), high))
+            upper = builder.or_(builder.and_(builder.lshr(even, eight), low), builder.and_(odd, high))
+            write([lower, upper], builder.add(to_unit, times(builder, quad, 64)), number * QUADS)
+
+        def factors(number: int) -> list[Any]:
+            group = moved(builder, times(builder, unit, own.unit), number)
+            whole = builder.mul(group_factor(builder, name, here, group), _constant(0x00010001))
+            lower = builder.and_(whole, _constant(0x00070007))
+            upper = builder.lshr(builder.xor(whole, lower), _constant(_upper_bits(own)))
+            return [builder.bitcast(each, PAIRS) for each in (lower, upper)]
+
+        if own.multiplies and not own.has_minima:
+            build_pairs(builder, name, here, unit, ahead, write_pairs)
+            return
+        of_steps = [factors(number) for number in range(own.unit if own.multiplies else 0)]
+        with cgutils.for_range(builder, ir.Constant(I64, own.turns)) as loop:
+            place = builder.add(to_unit, times(builder, loop.index, 64))
+            for number, quad, words in code_words(builder, name, here, unit, loop.index, ahead):
+                parts = [builder.bitcast(words, bytes_)]
+                if own.zero:
+                    parts = [builder.sub(parts[0], ir.Constant(bytes_, [own.zero] * 4 * LANES))]
+                if of_steps:
+                    parts = [builder.mul(builder.bitcast(words, PAIRS), factor) for factor in of_steps[number]]
+                write(parts, place, number * QUADS + quad)
 
 
-@njit(inline="always")
-def split_row(x, steps, row, tiles, tile_rows, to):  # type: ignore[no-untyped-def]
-    """Write the bytes of rounded row number `row` to int8[spans, tiles, SPAN // 2, 2, 16, 64]: tiles of the lower bytes
-    of two steps, and of the upper ones. The first `tile_rows` rows of a tile are used."""
-    for number in range(steps // 2):
-        tile = (number // (SPAN // 2) * tiles + row // tile_rows) * (SPAN // 2) + number % (SPAN // 2)
-        place = to + tile * 2 * amx.TILE_BYTES + row % tile_rows * 64
-        _split(x + number * 4 * STEP, place, place + amx.TILE_BYTES, 1)
-
-
-@emits(types.void, CONSTANT, CONSTANT, *(types.int64,) * 8)
-def _add_sums(
-    builder: Any, scale_steps: int, has_minima: bool, rows: Any, x: Any, row_bytes: Any, steps: Any, first: Any,
-    decoded: Any, tiles: Any, out: Any
+@emits(types.void, CONSTANT, *(types.int64,) * 8)
+def _multiply(
+    builder: Any, kind: int, task: Any, tile: Any, numbers: Any, to: Any, rows: Any, row: Any, panel: Any, found: Any
 ) -> None:  # fmt: skip
-    """Scale the sums of up to `_FINISHED` rows of a span of a panel, and add them to float32[rows, PANELS, 16].
+    """Multiply a tile of rows with a span of a panel. Meanwhile scale the sums of other rows or of another panel.
 
     Args:
-        decoded: address of the panel
-        tiles: address of the first row in int32[SPAN // scale_steps, 2, 2, 16, 16]: sums by the bytes of inputs and of
-            weights
+        task: address of a `TASK`
+        tile: address of int8[steps / `Format.tile_steps`, `tile_rows`, 2, 32 * `tile_steps`]; 0: none is left
+        numbers: address of the panel's bytes
+        to: address for int32[steps / `scale_steps`, `tile_parts`, 16, 16]
+        rows: number of rows whose sums are scaled
+        row: the first of them
+        panel: theirs
+        found: their sums, as they are written `to`
     """
+    name = KINDS[kind]
+    own, line, eight = FORMATS[name], ir.Constant(I64, 64), _constant(8)
+    x, row_bytes, row_steps, first, steps, codes, out, tile_rows = (
+        load(builder, moved(builder, task, TASK.fields[field][1]), I64)  # type: ignore[index]
+        for field in ("x", "row_bytes", "row_steps", "first", "steps", "codes", "out", "tile_rows")
+    )
+    x = builder.add(x, builder.mul(row, row_bytes))
+    out = builder.add(out, times(builder, builder.add(times(builder, row, PANELS), panel), 64))
+    tile_bytes = times(builder, tile_rows, 2 * STEP * own.tile_steps)
+    has_tile = builder.icmp_signed("!=", tile, ir.Constant(I64, 0))
+
+    def with_memory(text: str, address: Any, more: int = 0, stride: Any = line) -> None:
+        amx.emit(builder, text, moved(builder, address, more), stride)
+
+    def multiply(scale: Any, sums: Any) -> None:
+        for part in range(own.tile_parts):
+            amx.emit(builder, f"tilezero %tmm{part}")
+        with cgutils.for_range(builder, ir.Constant(I64, own.scale_steps // own.tile_steps)) as loop:
+            index = builder.add(times(builder, scale, own.scale_steps // own.tile_steps), loop.index)
+            place = builder.add(tile, builder.mul(index, tile_bytes))
+            with_memory("tileloadd ($0,$1,1), %tmm4", place, 0, ir.Constant(I64, STEP * own.tile_steps))
+            here = builder.add(numbers, times(builder, index, own.tile_steps * _STEP_BYTES))
+            for part in range(own.tile_parts):
+                with_memory(f"tileloadd ($0,$1,1), %tmm{6 + part}", here, part * _PART_BYTES)
+                is_signed = part == own.tile_parts - 1 and not own.has_minima
+                amx.emit(builder, f"tdpbs{'s' if is_signed else 'u'}d %tmm{6 + part}, %tmm4, %tmm{part}")
+        for part in range(own.tile_parts):
+            with_memory(f"tilestored %tmm{part}, ($0,$1,1)", sums, part * amx.TILE_BYTES)
+
+    def joined(place: Any, part: int) -> Any:
+        """The sums of the upper bytes of a row, and of the lower ones below."""
+        upper, lower = (load(builder, moved(builder, place, part * amx.TILE_BYTES + more), VI, 4) for more in (0, 64))
+        return builder.add(builder.shl(upper, eight), lower)
 
     def add(rows: int) -> None:
-        tile, panel = CodeTile(builder, rows, 1, x, row_bytes, steps, first), ir.Constant(I64, 0)
-        sums, eight = tile.vectors(VI, 1), ir.Constant(VI, [8] * LANES)
+        sums_of, only = CodeTile(builder, rows, 1, x, row_bytes, row_steps, first), ir.Constant(I64, 0)
+        sums = sums_of.vectors(VI, 1)
+        with cgutils.for_range(builder, builder.udiv(steps, ir.Constant(I64, own.scale_steps))) as loop:
+            step, apart = (
+                times(builder, loop.index, own.scale_steps),
+                times(builder, loop.index, own.tile_parts * amx.TILE_BYTES),
+            )
+            with builder.if_then(has_tile):
+                multiply(loop.index, builder.add(to, apart))
+            number = builder.udiv(builder.add(first, step), ir.Constant(I64, own.steps))
+            block = builder.add(codes, times(builder, builder.add(times(builder, number, PANELS), panel), own.bytes))
+            with cgutils.for_range(builder, ir.Constant(I64, own.scale_steps * own.has_minima)) as inner:
+                some = builder.add(builder.add(first, step), inner.index)
+                minima = step_minima(builder, name, block, builder.urem(some, ir.Constant(I64, own.steps)))
+                sums_of.add_minima([minima], some, only)
+            for index, (place,) in enumerate(sums):
+                at = moved(builder, builder.add(found, apart), 2 * 64 * index)
+                whole = joined(at, 0)
+                if own.tile_parts == 2:
+                    whole = builder.add(whole, builder.shl(joined(at, 1), _constant(_upper_bits(own))))
+                builder.store(whole, place)
+            sums_of.add_scaled(sums, [block_scale(builder, name, block)], only)
+        sums_of.add_to(out)
 
-        def loaded(index: int, more: int) -> list[Any]:
-            return [load(builder, moved(builder, decoded, more + 64 * index), VF, 4)]
-
-        for group in range(SPAN // scale_steps):
-            for step in range(group * scale_steps, (group + 1) * scale_steps) if has_minima else ():
-                tile.add_minima(loaded(step, MINIMA_AT), moved(builder, first, step), panel)
-            for row, (place,) in enumerate(sums):
-                at = group * _PARTS * amx.TILE_BYTES + row * 64
-                parts = [
-                    load(builder, moved(builder, tiles, at + part * amx.TILE_BYTES), VI, 4) for part in range(_PARTS)
-                ]
-                upper = builder.add(builder.add(parts[1], parts[2]), builder.shl(parts[3], eight))
-                builder.store(builder.add(parts[0], builder.shl(upper, eight)), place)
-            tile.add_scaled(sums, loaded(group, SCALES_AT), panel)
-        tile.add_to(out)
-
-    for_each_size(builder, rows, range(1, _FINISHED + 1), add)
+    for_each_size(builder, rows, range(TILE_ROWS + 1), add)
 
 
 @cache
-def tile_multiplier(scale_steps: int, has_minima: bool) -> int:
-    """Compile the products of a span of a decoded panel with `LEAST_ROWS` rows or more, for formats with these two
-    properties. Return the address of a C function with the address of a `TILE_TASK`."""
-    SCALE_STEPS, HAS_MINIMA = scale_steps, has_minima
+def tile_coder(kind: int) -> int:
+    """Compile the products of a format with more rows than are multiplied with codes that are decoded in registers.
+    Return the address of a C function with the address of a `TASK`. For no rows, it releases the tiles."""
+    own = FORMATS[KINDS[kind]]
+    KIND, STEPS, SIZE, TILE_STEPS = kind, own.steps, own.bytes, own.tile_steps
 
     def multiply(address):  # type: ignore[no-untyped-def]
-        a = carray(raw.pointer(address), 1, TILE_TASK)[0]
+        a = carray(raw.pointer(address), 1, TASK)[0]
         if a.rows == 0:
             amx.release()
             return
-        if a.configured == 0:
-            amx.configure(a.room, a.tile_rows)
-            a.configured = 1
-        ahead, sums, groups, loads = a.ahead, a.room + 64, SPAN // SCALE_STEPS, SCALE_STEPS // 2
-        for number in range(SPAN * NUMBERS_BYTES // 128):
-            at = a.decoded + number * 128
-            _split(at, at, at + 64, 0)
-        x = a.bytes + a.first // SPAN * a.tiles * SPAN * amx.TILE_BYTES
-        for row in range(0, a.rows, a.tile_rows):
-            at, to = a.decoded, sums
-            for _ in range(groups):
-                amx.zero_0()
-                amx.zero_1()
-                amx.zero_2()
-                amx.zero_3()
-                for _ in range(loads):
-                    raw.prefetch(ahead, a.ahead_bytes)
-                    ahead += a.ahead_bytes
-                    amx.load_4(x, 64)
-                    amx.load_6(at, 128)
-                    amx.multiply_bytes_0()
-                    amx.load_7(at + 64, 128)
-                    amx.multiply_bytes_1()
-                    amx.load_5(x + amx.TILE_BYTES, 64)
-                    amx.multiply_bytes_2()
-                    amx.multiply_bytes_3()
-                    x += 2 * amx.TILE_BYTES
-                    at += 2 * amx.TILE_BYTES
-                amx.store_0(to, 64)
-                amx.store_1(to + amx.TILE_BYTES, 64)
-                amx.store_2(to + 2 * amx.TILE_BYTES, 64)
-                amx.store_3(to + 3 * amx.TILE_BYTES, 64)
-                to += _PARTS * amx.TILE_BYTES
-            end = min(row + a.tile_rows, a.rows)
-            part = (a.tile_rows + 1) // 2
-            for first in range(row, end, part):
-                _add_sums(
-                    SCALE_STEPS, HAS_MINIMA, min(end - first, part), a.x + first * a.row_bytes, a.row_bytes,
-                    a.row_steps, a.first, a.decoded, sums + (first - row) * 64, a.out + first * PANELS * 64,
-                )  # fmt: skip
+        if a.tiles_are_new:
+            amx.configure(a.room, 2 * a.tile_rows, STEP * TILE_STEPS)
+            a.tiles_are_new = 0
+        block, size = a.codes + a.first // STEPS * (PANELS * SIZE), a.tile_rows * 2 * STEP
+        numbers, sums, spare = a.room + 64, a.room + _SUMS_AT, a.room + _SUMS_AT + _SUMS_BYTES
+        tiles = (a.rows + a.tile_rows - 1) // a.tile_rows
+        rows = row = panel = 0
+        for job in range(a.width * tiles + 1):
+            following, number = job // tiles, job % tiles
+            tile = 0
+            if following < a.width:
+                tile = a.bytes + (number * a.row_steps + a.first) * size
+                if number == 0:
+                    _write_bytes(KIND, block + following * SIZE, a.steps, numbers, a.end, a.jump)
+            _multiply(KIND, address, tile, numbers, sums, rows, row, panel, spare)
+            row, panel, sums, spare = number * a.tile_rows, following, spare, sums
+            rows = min(a.rows - row, a.tile_rows)
 
     return int(compiled(multiply).address)
