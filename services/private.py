@@ -9,12 +9,16 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from errno import EACCES
 from pathlib import Path
 
 from protocol.fields import MAX_IPC_PATH
+
+KEPT_DAYS = 30
+"""Days without use after which a directory of a cache is removed."""
 
 
 @contextmanager
@@ -60,6 +64,23 @@ def user_cache() -> Path:
     if cache == "~/.cache":  # this user has no home, and writes nowhere
         cache = "/nonexistent"
     return Path(cache, "runahead")
+
+
+def without_unused(place: Path, pattern: str, counts_reads: bool = False) -> Path:
+    """Mark a directory of a cache as used, if it exists, and remove those beside it that match the pattern and were not
+    used for `KEPT_DAYS`. Each is renamed first: if this process is killed, none lacks files. Return `place`.
+
+    Args:
+        counts_reads: a program that lists the files of a directory uses it, too.
+    """
+    for other in place.parent.glob(pattern):
+        with suppress(OSError):
+            status = other.stat()
+            if other == place:
+                os.utime(place)
+            elif max(status.st_mtime, status.st_atime if counts_reads else 0.0) < time.time() - KEPT_DAYS * 86400:
+                shutil.rmtree(other.rename(f"{other}-removed"))
+    return place
 
 
 def make_private(directory: Path) -> None:

@@ -200,7 +200,7 @@ class Service:
             self.leases.renew(client, now)
             try:
                 self._on_client_message(client, message)
-            except (ProtocolError, ValueError) as error:
+            except ProtocolError as error:
                 self.frontends.count_error(client, error)
 
     def _on_client_message(self, client: int, message: Hello | ClientMessage) -> None:

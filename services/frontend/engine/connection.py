@@ -61,6 +61,8 @@ class SchedulerConnection:
         self._numbers = itertools.count(1)
         self.pause = RECONNECT_INTERVAL
         """Seconds between the next loss and the attempt behind it."""
+        self._incarnation = 0
+        """The last scheduler that has sent its state."""
         self._begin()
 
     def _begin(self) -> None:
@@ -98,9 +100,6 @@ class SchedulerConnection:
                     complaint = str(error)
                     log.info("%s; trying again", complaint)
                 continue
-            except ProtocolError as error:  # in place of a welcome
-                self._back_off()
-                log.warning("engine %s: bad message from the scheduler: %s", self._engine, error)
             except Expelled as error:  # one of this frontend's messages was bad
                 self.drop(f"the scheduler ended the connection: {error}; connecting again", is_expelled=True)
             except PeerGone as error:
@@ -112,12 +111,9 @@ class SchedulerConnection:
                 self.pause = RECONNECT_INTERVAL
             await asyncio.sleep(self.pause)
 
-    def _back_off(self) -> None:
-        self.pause = min(2 * self.pause, REFUSED_PAUSE)
-
     def on_bad_message(self, error: ProtocolError) -> None:
         """Drop the connection. It is made again later each time, as the next one may begin with the same message."""
-        self._back_off()
+        self.pause = min(2 * self.pause, REFUSED_PAUSE)
         self.drop(f"bad message from the scheduler: {error}; connecting again")
 
     def _handle(self, frame: bytes) -> None:
@@ -131,6 +127,8 @@ class SchedulerConnection:
             return
         self._lease, self._may_close = state.lease, state.phase in (EnginePhase.DRAINING, *STARTING)
         self._exchanges_signs = state.incarnation > 0
+        if state.incarnation != self._incarnation:  # the bad messages were another scheduler's
+            self._incarnation, self.pause = state.incarnation, RECONNECT_INTERVAL
         self._answered = self._sent if state.round_trips is None else state.round_trips.number
 
     def send_sign(self) -> None:

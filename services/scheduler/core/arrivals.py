@@ -37,7 +37,7 @@ class Arrivals:
         if len(self.taken) >= self._sweep_at:
             self.taken.intersection_update(self._open_numbers())
             self._sweep_at = max(2 * len(self.taken), _LEAST_SWEPT)
-        youth = _OLDEST - min(int(1000 * age), _OLDEST)
+        youth = _OLDEST - int(min(1000 * age, _OLDEST))
         number = (youth << _TIE_BITS) + (self._again & ((1 << _TIE_BITS) - 1))
         self._again += 1
         while number in self.taken:

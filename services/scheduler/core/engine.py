@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator
 
-from protocol.codec import pack, unpack
+from protocol.codec import ProtocolError, pack, unpack
 from protocol.columns import total
 from protocol.requests import ITERATION_TOKENS, FinishReason, GenerateRequest, RequestOutputs
 from protocol.steps import KeepPins, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
@@ -129,12 +129,12 @@ class EngineCore:
     def add(self, frontend: int, message: GenerateRequest) -> None:
         """Admit a request, or answer with the `Finish` that says why not.
 
-        Raises: ValueError, if the frontend has an open request of that number.
+        Raises: ProtocolError, if the frontend has an open request of that number.
         """
         self.observers.emit(events.RequestArrived(frontend, message))
         key, store = (frontend, message.number), self.store
         if key in store.requests:
-            raise ValueError(f"frontend {frontend} reused number {message.number}, which is still open")
+            raise ProtocolError(f"frontend {frontend} reused number {message.number}, which is still open")
         refusal = self._admission.refusal(message, self.epoch.limits, store, self.queue_seconds)
         if refusal is not None:
             finish, limit = refusal

@@ -177,8 +177,6 @@ class Replay:
             self._enter(turn, turns)
         except (ProtocolError, StallError, UnknownResult):  # the shell goes on after these
             return None
-        except ValueError as error:
-            return None if isinstance(turn.cause, (events.RequestArrived, ArrivalRecord)) else _text(error)
         except Exception as error:
             return _text(error)
         return None

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from services.checkpoint import is_gguf, read_text
 from services.checkpoint.gguf import FILES, architecture, read_header, tensors_by_name
-from services.private import user_cache
+from services.private import user_cache, without_unused
 from services.worker.runner import LoadError
 from services.worker.weights.gguf_checkpoint import GgufCheckpoint
 
@@ -49,10 +49,12 @@ def cached_conversion(path: Path, dtype: str = "auto") -> Path:
 
 
 def cache_directory(path: Path, dtype: str) -> Path:
-    """Return the directory of a conversion. A changed file at the same path has another directory."""
+    """Return the directory of a conversion, for use: directories that are not used any more are removed. A changed file
+    at the same path has another directory."""
     status = path.stat()
     key = f"{_FORMAT} {path.resolve()} {status.st_size} {status.st_mtime_ns} {dtype}"
-    return user_cache() / "checkpoints" / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    return without_unused(user_cache() / "checkpoints" / name, "*", counts_reads=True)
 
 
 def convert(path: Path, directory: Path, dtype: str = "auto") -> None:

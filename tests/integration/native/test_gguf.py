@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -130,4 +131,9 @@ def test_convert_names_what_it_has_written_and_keeps_it_until_the_file_changes(
     assert f"{directory} is not empty; name another directory" in capsys.readouterr().err
     assert converted("--out", str(tmp_path / "out")) == (tmp_path / "out", "written")
     os.utime(family.path, (1, 1))
-    assert len({directory, converted("--dtype", "float32")[0], converted()[0]}) == 3
+    other = converted("--dtype", "float32")[0]
+    assert len({directory, other, converted()[0]}) == 3
+    for path, read in ((directory, 0.0), (other, time.time())):
+        os.utime(path, (read, 0.0))
+    last = converted()[0]
+    assert {*last.parent.iterdir()} == {last, other}, "one that nobody has used or read for long is removed"

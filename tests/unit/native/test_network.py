@@ -1,8 +1,11 @@
 """Operations of the forward pass of every implementation against torch, and the compiled ones against the reference."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.worker.kernels.interface.buffers import Buffers
 from services.worker.kernels.interface.network import Activation, NetworkKernels
@@ -20,7 +23,7 @@ def network(implementation: str, dtype: torch.dtype = F32) -> NetworkKernels:
 
 @every_implementation
 @each_dtype
-@pytest.mark.parametrize("shape", [(96, 64), (1, 5), (211, 104)], ids=str)
+@pytest.mark.parametrize("shape", [(96, 64), (1, 5), (211, 104), (1030, 32)], ids=str)
 def test_linear(implementation: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     if (implementation, dtype) == ("compiled", BF16) and not {*OWN_BFLOAT16} & processor_features():
         pytest.skip("this processor has no bfloat16 products")
@@ -36,6 +39,26 @@ def test_linear(implementation: str, dtype: torch.dtype, shape: tuple[int, int])
             torch.testing.assert_close(result.float(), expected, **close)
             exact = linear(x, torch.full((rows, shape[0]), torch.nan))
             torch.testing.assert_close(exact, expected, atol=1e-4, rtol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest result in float32."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if result.dtype == F32:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+def test_a_head_in_bfloat16_is_not_converted_as_a_whole_in_each_step() -> None:
+    head = network("reference", BF16).linear(torch.ones(5000, 8, dtype=BF16))
+    with LargestTensor() as largest:
+        logits = head(torch.ones(2, 8, dtype=BF16), torch.empty(2, 5000))
+    assert logits.unique().tolist() == [8.0]
+    assert largest.most < 5000 * 8
 
 
 @every_implementation

@@ -1,5 +1,7 @@
 """The order of arrival, and the rights and duties that end with silence."""
 
+import sys
+
 from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.request import ARRIVAL_BITS
 from services.scheduler.leases import Leadership, Leases
@@ -7,9 +9,9 @@ from services.scheduler.leases import Leadership, Leases
 
 def test_older_requests_come_first_and_all_before_new_ones() -> None:
     arrivals = Arrivals(lambda: ())
-    new, young, old, ancient = (arrivals.next(age) for age in (0.0, 0.5, 20.0, 1e9))
+    new, young, old, ancient, oldest = (arrivals.next(age) for age in (0.0, 0.5, 20.0, 1e9, sys.float_info.max))
     later = arrivals.next(0.0)
-    assert ancient < old < young < new < later < 1 << ARRIVAL_BITS
+    assert ancient < oldest < old < young < new < later < 1 << ARRIVAL_BITS
 
 
 def test_equal_ages_keep_the_order_in_which_they_were_sent() -> None:

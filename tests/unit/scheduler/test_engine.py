@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from protocol.codec import pack, unpack
+from protocol.codec import ProtocolError, pack, unpack
 from protocol.requests import MAX_PRIORITY, FinishReason, GenerateRequest
 from protocol.sampling import Pooling, StructuredOutputParams
 from services.scheduler.core import plan
@@ -76,7 +76,7 @@ def test_an_open_number_cannot_be_used_twice_but_frontends_do_not_share_numbers(
     core = engine()
     core.add(0, generate([1]))
     core.add(1, generate([1]))
-    with pytest.raises(ValueError, match="frontend 0 reused number 0"):
+    with pytest.raises(ProtocolError, match="frontend 0 reused number 0"):
         core.add(0, generate([2]))
     core.abort(0, [0])
     core.add(0, generate([2]))

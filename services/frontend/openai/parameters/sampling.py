@@ -98,9 +98,9 @@ def sampling_params(
 
     Raises: APIError, if prompt and output do not fit the context, or a value is out of range
     """
-    max_tokens = _max_tokens(body, defaults, prompt_tokens, max_model_len)
+    max_tokens, source = _max_tokens(body, defaults, prompt_tokens, max_model_len)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
-        raise invalid(f"min_tokens {body.min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
+        raise invalid(f"min_tokens {body.min_tokens} is more than max_tokens {max_tokens}{source}", "min_tokens")
     given = {name: value for name in DEFAULT_PARAMETERS if (value := getattr(body, name)) is not None}
     logprobs, prompt_logprobs = _logprobs(body)
     eos = () if body.ignore_eos else defaults.eos_token_ids
@@ -190,8 +190,11 @@ def bad_words(words: list[str], encode: Callable[[str], list[int]]) -> BadWords:
 
 def _max_tokens(
     body: CompletionRequest | ChatRequest, defaults: SamplingDefaults, prompt_tokens: int, max_model_len: int
-) -> int:
-    """Return the number, at least 1; 0 only with `echo`. Raises: APIError, naming the lengths"""
+) -> tuple[int, str]:
+    """Return the number, at least 1, or 0 with `echo`; and the source of one that is not the request's, in brackets.
+
+    Raises: APIError, naming the lengths
+    """
     is_chat = isinstance(body, ChatRequest)
     prompt, room = "messages" if is_chat else "prompt", max_model_len - prompt_tokens
     if prompt_tokens < 1:
@@ -203,8 +206,12 @@ def _max_tokens(
         name, given = "max_completion_tokens", body.max_completion_tokens
     if given == 0 and not body.echo:
         raise invalid("max_tokens must be at least 1; 0 is only allowed with echo", name)
+    limit = defaults.max_tokens, f" ({MAX_NEW_TOKENS} of the server)"
     if given is None:
-        return min(room, defaults.max_tokens, defaults.chat_tokens if is_chat else COMPLETION_MAX_TOKENS)
+        default = COMPLETION_MAX_TOKENS, " (the default)"
+        if is_chat:
+            default = defaults.chat_tokens, f" ({MAX_NEW_TOKENS} of generation_config.json)"
+        return min(default, limit, (room, " (the rest of the context)"))
     if given > room:
         raise beyond_context(
             f"This model's maximum context length is {max_model_len} tokens, but the request asks for {given} "
@@ -213,7 +220,7 @@ def _max_tokens(
             "decrease input length or `max_tokens` and try again",
             name,
         )
-    return min(given, defaults.max_tokens)
+    return min((given, ""), limit)
 
 
 def too_long(

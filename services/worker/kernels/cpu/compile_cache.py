@@ -9,16 +9,15 @@ import hashlib
 import os
 import shutil
 import tempfile
-import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
-from services.private import private_directory, user_cache
+from services.private import private_directory, user_cache, without_unused
 
 PRIVATE = "runahead-kernels-"
 """First part of the name of a directory that one process uses."""
-KEPT_DAYS = 30
-"""Days without a start after which the kernels of another version are removed."""
+KERNELS = "kernels-*"
+"""Directories of all versions. numba makes one again that a process still uses."""
 
 
 def directory() -> Path:
@@ -33,28 +32,17 @@ def directory() -> Path:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.rglob("*.py")))).hexdigest()[:16]
     beside, cached = here / "__pycache__" / f"kernels-{digest}", user_cache() / f"kernels-{digest}"
     if is_writable(beside):
-        return _without_old_ones(beside)
+        return without_unused(beside, KERNELS)
     if not cached.exists():
         copy_compiled(beside, cached)
     if is_writable(cached):
-        return _without_old_ones(cached)
+        return without_unused(cached, KERNELS)
     held = ExitStack()
     private = held.enter_context(private_directory(Path(tempfile.gettempdir()), PRIVATE))
     atexit.register(held.close)
     if beside.is_dir():
         shutil.copytree(beside, private, dirs_exist_ok=True)
     return private
-
-
-def _without_old_ones(place: Path) -> Path:
-    """Mark a directory as used, and remove others beside it. numba makes one again that a process still uses."""
-    for other in place.parent.glob("kernels-*"):
-        with suppress(OSError):
-            if other == place:
-                os.utime(place)
-            elif other.stat().st_mtime < time.time() - KEPT_DAYS * 86400:
-                shutil.rmtree(other)
-    return place
 
 
 def copy_compiled(compiled: Path, place: Path) -> None:

@@ -7,6 +7,9 @@ from torch.nn import functional
 
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 
+_CONVERTED_ROWS = 512
+"""Rows of a weight in another dtype that are converted at a time, so that the head's stay in the processor's cache."""
+
 
 class Linear:
     """A product y = x W^T + b with prepared weights."""
@@ -28,8 +31,13 @@ class Linear:
         weight, kind = self._weight, out.dtype
         if isinstance(weight, QuantizedWeight):
             weight = weight.dequantized().to(self._activations)
-        bias = self._bias if self._bias is None else self._bias.to(kind)
-        return out.copy_(functional.linear(x.to(kind), weight.to(kind), bias))
+        x, bias = x.to(kind), self._bias if self._bias is None else self._bias.to(kind)
+        most = len(weight) if weight.dtype == kind else _CONVERTED_ROWS
+        for first in range(0, len(weight), most):
+            rows = slice(first, first + most)
+            part = functional.linear(x, weight[rows].to(kind), bias if bias is None else bias[rows])
+            out[:, rows].copy_(part)
+        return out
 
 
 class EmbeddingTable:

@@ -91,7 +91,7 @@ async def test_messages_behind_one_that_cannot_be_read_are_not_handled(server: S
 async def test_a_scheduler_that_always_sends_bad_messages_is_connected_to_ever_later(
     server: Server, client: EngineClient, monkeypatch: pytest.MonkeyPatch, most: float, factor: int
 ) -> None:
-    """Up to a limit, and at once again if the connection has lasted for longer than that."""
+    """Up to a limit, and at once again if the connection has lasted for longer than that, or for another scheduler."""
     monkeypatch.setattr(connection_module, "REFUSED_PAUSE", most)
     [engine], peers = client.engines.values(), set[bytes]()
     before = engine.connection.pause
@@ -105,7 +105,9 @@ async def test_a_scheduler_that_always_sends_bad_messages_is_connected_to_ever_l
     assert pause == factor * before
     for _ in range(9):
         engine.connection.on_bad_message(ProtocolError("wrong"))
-    assert engine.connection.pause == most
+    for incarnation, pause in ((7, most), (8, before)):
+        engine.connection.on_state(EngineState(EnginePhase.READY, incarnation=incarnation, lease=1))
+        assert engine.connection.pause == pause
 
 
 async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_not_the_frontend(

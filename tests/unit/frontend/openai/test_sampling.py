@@ -62,27 +62,30 @@ def test_max_tokens_defaults_to_16_for_completions_and_to_the_rest_of_the_contex
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "keeps", "server", "expected"),
+    ("checkpoint", "keeps", "server", "expected", "source"),
     [
-        (7, True, {}, [16, 7, 50]),
-        (7, False, {}, [16, 90, 50]),
-        (7, True, {"max_new_tokens": 5}, [5, 5, 5]),
-        (None, False, {"max_new_tokens": 30}, [16, 30, 30]),
-        (500, True, {}, [16, 90, 50]),
-        ("7", True, {}, [16, 90, 50]),
-        (0, True, {}, [16, 90, 50]),
+        (7, True, {}, [16, 7, 50], "max_new_tokens of generation_config.json"),
+        (7, False, {}, [16, 90, 50], "the rest of the context"),
+        (7, True, {"max_new_tokens": 5}, [5, 5, 5], "max_new_tokens of the server"),
+        (None, False, {"max_new_tokens": 30}, [16, 30, 30], "max_new_tokens of the server"),
+        (500, True, {}, [16, 90, 50], "the rest of the context"),
+        ("7", True, {}, [16, 90, 50], "the rest of the context"),
+        (0, True, {}, [16, 90, 50], "the rest of the context"),
     ],
 )
 def test_max_new_tokens_is_a_default_of_the_checkpoint_for_chat_and_a_limit_of_the_server(
-    tmp_path: Path, checkpoint: object, keeps: bool, server: dict[str, float], expected: list[int]
+    tmp_path: Path, checkpoint: object, keeps: bool, server: dict[str, float], expected: list[int], source: str
 ) -> None:
-    """As vLLM has it. A checkpoint's useless value stops no start."""
+    """As vLLM has it. A checkpoint's useless value stops no start. The refusal of `min_tokens` names the source."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": checkpoint}))
     overrides = FrontendConfig(override_generation_config=server).override_generation_config
     defaults = SamplingDefaults.read(tmp_path, 2, keeps, overrides)
     bodies = ChatRequest.model_validate(CHAT), ChatRequest.model_validate({**CHAT, "max_tokens": 50})
     chats = [sampling_params(body, defaults, 10, 100, 1000).max_tokens for body in bodies]
     assert [params({}, defaults).max_tokens, *chats] == expected
+    body = ChatRequest.model_validate({**CHAT, "min_tokens": 99})
+    with pytest.raises(APIError, match=f"min_tokens 99 is more than max_tokens {expected[1]} .{source}"):
+        sampling_params(body, defaults, 10, 100, 1000)
 
 
 def test_missing_seed_is_drawn_at_random() -> None:
@@ -97,7 +100,8 @@ def test_missing_seed_is_drawn_at_random() -> None:
         ({}, 100, ["100", "context"]),
         ({}, 5000, ["5000", "100"]),
         ({"max_tokens": 91}, 10, ["91", "100", "90"]),
-        ({"max_tokens": 4, "min_tokens": 5}, 10, ["min_tokens 5", "4"]),
+        ({"max_tokens": 4, "min_tokens": 5}, 10, ["min_tokens 5 is more than max_tokens 4"]),
+        ({"min_tokens": 17}, 10, ["min_tokens 17", "16 (the default)"]),
         ({"stop_token_ids": [1000]}, 10, ["stop_token_ids", "1000"]),
         ({"allowed_token_ids": [5, 1000]}, 10, ["allowed_token_ids", "1000"]),
         ({"logit_bias": {"1000": 1}}, 10, ["logit_bias", "1000"]),
