@@ -104,20 +104,6 @@ class FrontendAlive(msgspec.Struct, array_like=True, frozen=True, tag="frontend_
     """Counts the signs on this connection from 1; `RoundTrips.number` answers. 0: the frontend expects no answer."""
 
 
-class ResetPrefixCache(msgspec.Struct, array_like=True, frozen=True, tag="reset_prefix_cache"):
-    """Empty the prefix cache. A `ResetDone` with the same number answers when all ranks have done it."""
-
-    number: Number
-    reset_running: bool = False
-    """Recompute running requests, too; without it their blocks stay in use until they end."""
-
-
-class ResetDone(msgspec.Struct, array_like=True, frozen=True, tag="reset_done"):
-    number: Number
-    complete: bool
-    """False: running requests still share blocks."""
-
-
 class CacheAction(enum.IntEnum):
     LIST = 0
     PIN = 1
@@ -128,11 +114,13 @@ class CacheAction(enum.IntEnum):
     tiers."""
     LOAD = 4
     """Blocks with these names that the cache lacks are loaded from tiers and other engines, for a request to come."""
+    RESET = 5
+    """The cache is emptied; tiers keep their blocks. Without ranks, it waits for the next epoch."""
 
 
 class ControlCache(msgspec.Struct, array_like=True, frozen=True, tag="control_cache"):
-    """Change which blocks are kept. A `CacheControlled` with the same number answers, after a drop when all ranks have
-    dropped the blocks."""
+    """Change which blocks are kept. A `CacheControlled` with the same number answers, after a drop or a reset when all
+    ranks have dropped the blocks."""
 
     number: Number
     action: CacheAction
@@ -144,6 +132,8 @@ class ControlCache(msgspec.Struct, array_like=True, frozen=True, tag="control_ca
     """uint8[blocks, NAME_BYTES]: consecutive blocks of a prefix from its start (protocol.block_names)"""
     kv_peers: Annotated[list[Text], msgspec.Meta(max_length=MAX_ITEMS)] = []
     """`EngineState.kv_peers` of another engine that may have blocks to load."""
+    reset_running: bool = False
+    """A reset recomputes running requests, too; without it their blocks stay in use until they end."""
 
 
 class PinnedPrefix(msgspec.Struct, array_like=True, frozen=True):
@@ -164,6 +154,8 @@ class CacheControlled(msgspec.Struct, array_like=True, frozen=True, tag="cache_c
     """All pins, in the order of their begin."""
     num_dropped: Count = 0
     """Tokens of the blocks that have left the cache."""
+    complete: bool = True
+    """False: after a reset, running requests still share blocks."""
 
 
 class Finish(msgspec.Struct, array_like=True, frozen=True):
@@ -295,7 +287,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Names of the adapters of requests that wait."""
 
 
-ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache | ControlCache
+ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ControlCache
 """frontend -> scheduler, after the handshake"""
-EngineMessage = RequestOutputs | EngineState | StepRecords | ResetDone | CachedBlocks | CacheControlled
+EngineMessage = RequestOutputs | EngineState | StepRecords | CachedBlocks | CacheControlled
 """scheduler -> frontend, after the handshake"""

@@ -5,6 +5,7 @@ free) are made by the service that keeps the batch.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -17,18 +18,38 @@ from protocol.requests import RequestOutputs
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
-class StepRows(NamedTuple):
-    """Rows of a plan. Every column without a comment is int32[rows]; no number is negative."""
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a plan; int32[rows] unless stated. No number is negative."""
 
     slots: I32
     generations: I32
     starts: I32
     counts: I32
-    """At least 1."""
+    """At least 1, drafts included."""
     samples: NDArray[np.bool_]
-    """bool[rows]"""
     drafts: I32
     """Less than `counts`; 0 in a row that does not sample."""
+
+    @property
+    def ends(self) -> I32:
+        """First position after each row, which is the position of the token that the row samples."""
+        return self.starts + self.counts
+
+    @property
+    def firsts(self) -> I32:
+        """Position of the first token that each row samples, or of its first draft, if it has any."""
+        return self.ends - self.drafts
+
+    def select(self, mask: NDArray[np.bool_]) -> "Rows":
+        """Return the rows at which `mask`, bool[rows], is True."""
+        return Rows(*(column[mask] for column in vars(self).values()))
+
+
+class StepRows(NamedTuple):
+    """Columns of a plan. No number is negative."""
+
+    rows: Rows
     block_slots: I32
     """int32[blocks]"""
     block_ids: I32
@@ -63,7 +84,8 @@ class StepRows(NamedTuple):
         sampling, masked = unpack(samples, np.bool_), unpack(plan.masked)
         if plan.masked and not {*masked.tolist()}.issubset(slots[sampling].tolist()):
             raise ProtocolError(f"{what} has masks for a slot without a row that samples")
-        return cls(slots, generations, starts, counts, sampling, drafts, block_slots, block_ids, released, masked)
+        rows = Rows(slots, generations, starts, counts, sampling, drafts)
+        return cls(rows, block_slots, block_ids, released, masked)
 
 
 class GrammarRows(NamedTuple):

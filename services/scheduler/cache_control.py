@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from protocol.block_names import split_names
 from protocol.codec import ProtocolError
-from protocol.requests import CacheAction, CacheControlled, ControlCache, ResetDone, ResetPrefixCache
+from protocol.requests import CacheAction, CacheControlled, ControlCache
 from protocol.steps import BlocksLoaded, KeepPins
 from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
@@ -31,9 +31,9 @@ class CacheControl:
         self._config, self._tiers, self._on_drop = config, tiers, on_drop
         self._answers: dict[int, dict[bytes, BlocksLoaded]] = {}
         """Ticket of a load or a drop -> answers of the ranks so far."""
-        self._unconfirmed: dict[int, tuple[int, CacheControlled | ResetDone]] = {}
-        """Ticket of a drop -> frontend, and the answer that it gets when all ranks have dropped the blocks."""
-        self._waiting: list[tuple[int, ResetPrefixCache]] = []
+        self._unconfirmed: dict[int, tuple[int, ControlCache, CacheControlled]] = {}
+        """Ticket of a drop or a reset -> frontend, its message, and the answer for when all ranks have confirmed it."""
+        self._waiting: list[tuple[int, ControlCache]] = []
         """Resets for the next epoch, with their frontends."""
 
     def handle(
@@ -46,6 +46,12 @@ class CacheControl:
 
         Raises: ProtocolError
         """
+        if message.action is CacheAction.RESET:
+            if engine is None or started is None:
+                self._waiting.append((frontend, message))
+            else:
+                self._reset(frontend, message, engine)
+            return None
         names = split_names(message.names)
         try:
             if engine is None or started is None:
@@ -69,15 +75,11 @@ class CacheControl:
             return CacheControlled(message.number, str(refused))
         return self._answer(message.number, engine, started)
 
-    def reset(self, frontend: int, message: ResetPrefixCache, engine: EngineCore | None) -> None:
-        """Empty the prefix cache. The answer follows with `on_loaded`. `engine`: None: there are no ranks."""
-        if engine is None:
-            self._waiting.append((frontend, message))
-            return
+    def _reset(self, frontend: int, message: ControlCache, engine: EngineCore) -> None:
         self._on_drop(b"")
         ticket, done = engine.prefix_cache.reset(message.reset_running)
         log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
-        self._unconfirmed[ticket] = (frontend, ResetDone(message.number, done))
+        self._unconfirmed[ticket] = (frontend, message, CacheControlled(message.number, complete=done))
 
     def start_epoch(self, engine: EngineCore, started: Started) -> None:
         """Adopt the blocks that the ranks hold, then carry out the resets that have waited."""
@@ -88,7 +90,7 @@ class CacheControl:
             log.info("%d of %d KV blocks are adopted", len(pool.cached), pool.num_blocks)
         waiting, self._waiting = self._waiting, []
         for frontend, message in waiting:
-            self.reset(frontend, message, engine)
+            self._reset(frontend, message, engine)
 
     def restore(self, kept: KeepPins, engine: EngineCore) -> None:
         """Go on with the pins of a scheduler that was lost. Call it before blocks are adopted."""
@@ -120,7 +122,8 @@ class CacheControl:
         ticket, count = engine.prefix_cache.drop(names)
         log.info("%d of %d blocks have left the prefix cache; tiers follow", count, len(names))
         answer = self._answer(message.number, engine, started)
-        self._unconfirmed[ticket] = (frontend, replace(answer, num_dropped=count * self._config.block_size))
+        answer = replace(answer, num_dropped=count * self._config.block_size)
+        self._unconfirmed[ticket] = (frontend, message, answer)
 
     def _answer(self, number: int, engine: EngineCore, started: Started) -> CacheControlled:
         sizes = self._config.block_size, started.bytes_per_block, engine.epoch.kv.num_groups
@@ -128,7 +131,7 @@ class CacheControl:
 
     def on_loaded(
         self, rank: bytes, report: BlocksLoaded, num_ranks: int, engine: EngineCore
-    ) -> tuple[int, CacheControlled | ResetDone] | None:
+    ) -> tuple[int, CacheControlled] | None:
         """A rank of the epoch in effect has answered. When all have, the blocks of a load that all have filled count.
         Return the answer to a frontend; None: there is none."""
         answers = self._answers.setdefault(report.ticket, {})
@@ -136,22 +139,25 @@ class CacheControl:
         if len(answers) < num_ranks:
             return None
         del self._answers[report.ticket]
-        count, done = min(answer.count for answer in answers.values()), self._unconfirmed.pop(report.ticket, None)
-        if done is None and engine.prefix_cache.on_loaded(report.epoch, report.ticket, count):
-            self._tiers.on_loaded(answers.values())
-        if done is not None and (failed := max(answer.num_failed for answer in answers.values())):
+        if report.ticket not in self._unconfirmed:
+            count = min(answer.count for answer in answers.values())
+            if engine.prefix_cache.on_loaded(report.epoch, report.ticket, count):
+                self._tiers.on_loaded(answers.values())
+            return None
+        frontend, message, answer = self._unconfirmed.pop(report.ticket)
+        if failed := max(report.num_failed for report in answers.values()):
             text = f"a tier of a rank still has {failed} blocks: their files cannot be removed; its log says why"
-            return done[0], CacheControlled(done[1].number, text)
-        return done
+            answer = CacheControlled(message.number, text)
+        return frontend, answer
 
     def end_epoch(self) -> Iterator[tuple[int, CacheControlled]]:
         """The workers are lost. Yield the answers that nobody waits for any more. Running requests will be recomputed
         in any case."""
         lost = "the workers were lost before they had dropped all blocks; try again later"
-        for frontend, answer in self._unconfirmed.values():
-            if isinstance(answer, ResetDone):
-                self._waiting.append((frontend, ResetPrefixCache(answer.number)))
+        for frontend, message, _ in self._unconfirmed.values():
+            if message.action is CacheAction.RESET:
+                self._waiting.append((frontend, message))
             else:
-                yield frontend, CacheControlled(answer.number, lost)
+                yield frontend, CacheControlled(message.number, lost)
         self._unconfirmed.clear()
         self._answers.clear()

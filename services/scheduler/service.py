@@ -31,7 +31,6 @@ from protocol.requests import (
     FrontendAlive,
     GenerateRequest,
     RequestOutputs,
-    ResetPrefixCache,
 )
 from protocol.silence import SIGN_INTERVAL
 from protocol.steps import BlocksLoaded, ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
@@ -212,8 +211,6 @@ class Service:
             case Subscribe(steps=steps, cached_blocks=cached_blocks):
                 self._subscriptions.set(client, steps)
                 self._cached_blocks.set(client, cached_blocks)
-            case ResetPrefixCache():
-                self._cache_control.reset(client, message, self.engine if self._ranks else None)
             case ControlCache():
                 started = self._started if self._ranks else None
                 answer = self._cache_control.handle(client, message, self.engine, started)

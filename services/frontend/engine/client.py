@@ -7,20 +7,18 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.requests import (
+    CacheAction,
     CacheControlled,
     ControlCache,
     EngineState,
     Finish,
     FinishReason,
     GenerateRequest,
-    ResetPrefixCache,
 )
 from protocol.sampling import SamplingParams
 from protocol.security import LOCAL, Security
@@ -250,7 +248,11 @@ class EngineClient:
         Raises: APIError, if a scheduler does not answer
         """
         follows = "unless it is lost, it empties the cache before another request is served; repeat it for certainty"
-        answers = await self._ask_engines(lambda _, number: ResetPrefixCache(number, reset_running), follows)
+
+        def make(_: EngineState, number: int) -> ControlCache:
+            return ControlCache(number, CacheAction.RESET, reset_running=reset_running)
+
+        answers = await self._ask_engines(make, follows)
         return len(answers) == len(self.engines) and all(done.complete for done in answers.values())
 
     async def control_cache(
@@ -274,13 +276,17 @@ class EngineClient:
             raise APIError(503, f"engine {changed[0]} was lost meanwhile and may have the blocks again; try again")
         return answers
 
-    async def _ask_engines(self, make: Callable[[EngineState, int], msgspec.Struct], follows: str) -> dict[str, Any]:
+    async def _ask_engines(
+        self, make: Callable[[EngineState, int], ControlCache], follows: str
+    ) -> dict[str, CacheControlled]:
         """`follows`: what becomes of a request that an engine does not answer. Raises: APIError"""
         self.check_ready()
         engines = [engine for engine in self.engines.values() if engine.connection.is_open]
         asked = (engine.connection.ask(partial(make, engine.state)) for engine in engines)
-        answers = dict(zip(engines, await asyncio.gather(*asked), strict=True))
-        if silent := next((engine for engine, answer in answers.items() if answer is None), None):
-            why = f"engine {silent.name}: the scheduler did not answer ({silent.state.detail}); {follows}"
-            raise APIError(503, why)
-        return {engine.name: answer for engine, answer in answers.items()}
+        answers = dict[str, CacheControlled]()
+        for engine, answer in zip(engines, await asyncio.gather(*asked), strict=True):
+            if answer is None:
+                why = f"engine {engine.name}: the scheduler did not answer ({engine.state.detail}); {follows}"
+                raise APIError(503, why)
+            answers[engine.name] = answer
+        return answers

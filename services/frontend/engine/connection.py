@@ -7,12 +7,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from protocol.codec import ProtocolError
-from protocol.requests import CacheControlled, EnginePhase, EngineState, FrontendAlive, ResetDone
+from protocol.requests import CacheControlled, ControlCache, EnginePhase, EngineState, FrontendAlive
 from protocol.security import Security
 from protocol.silence import SilenceWatch, unanswered
 from protocol.transport import Expelled, HandshakeTimeout, PeerGone, PeerSlow
@@ -56,7 +55,7 @@ class SchedulerConnection:
     def __post_init__(self) -> None:
         self._client: AsyncClient | None = None
         """None: not connected."""
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._answers: dict[int, asyncio.Future[CacheControlled]] = {}
         """By number: of the questions that wait."""
         self._numbers = itertools.count(1)
         self.pause = RECONNECT_INTERVAL
@@ -179,7 +178,7 @@ class SchedulerConnection:
         except (PeerGone, PeerSlow) as error:
             log.warning("engine %s: a message to the scheduler was not sent: %s", self._engine, error)
 
-    async def ask(self, make: Callable[[int], msgspec.Struct]) -> Any:
+    async def ask(self, make: Callable[[int], ControlCache]) -> CacheControlled | None:
         """Send a question, which is made with a number, and return the answer; None: there is none in time."""
         number = next(self._numbers) & 0xFFFFFFFF
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
@@ -191,6 +190,6 @@ class SchedulerConnection:
         finally:
             del self._answers[number]
 
-    def on_answer(self, done: ResetDone | CacheControlled) -> None:
+    def on_answer(self, done: CacheControlled) -> None:
         if (answer := self._answers.get(done.number)) is not None and not answer.done():
             answer.set_result(done)

@@ -12,7 +12,7 @@ from protocol.block_names import split_names
 from protocol.codec import Decoder, ProtocolError
 from protocol.logprobs import Logprobs
 from protocol.records import CachedBlocks, StepRecords, Subscribe
-from protocol.requests import AbortRequest, CacheControlled, EngineMessage, EnginePhase, EngineState, Finish, ResetDone
+from protocol.requests import AbortRequest, CacheControlled, EngineMessage, EnginePhase, EngineState, Finish
 from protocol.rows import LogprobRows, OutputRows
 from protocol.security import Security
 from protocol.transport import HandshakeRefused
@@ -263,7 +263,7 @@ class ConnectedEngine(Availability):
             if isinstance(message, CachedBlocks):
                 self._on_cached_blocks(message)
                 return
-            if isinstance(message, ResetDone | CacheControlled):
+            if isinstance(message, CacheControlled):
                 self.connection.on_answer(message)
                 return
             if message.incarnation != self.state.incarnation:

@@ -5,7 +5,6 @@ host knows without reading from the device: numbers of tokens, never sampled ids
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from protocol.codec import unpack
 from protocol.columns import I32 as I32
 from protocol.kv_groups import NO_BLOCK, ONE_GROUP, KVGroup, num_states
+from protocol.rows import Rows as Rows
 from protocol.rows import StepRows
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
@@ -27,33 +27,6 @@ _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 class PlanError(RuntimeError):
     """A plan contradicts this worker's batch: the scheduler and the worker no longer agree."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a plan; int32[rows] unless stated. The arrays are views of the message's immutable bytes."""
-
-    slots: I32
-    generations: I32
-    starts: I32
-    counts: I32
-    """Drafts included."""
-    samples: NDArray[np.bool_]
-    drafts: I32
-
-    @property
-    def ends(self) -> I32:
-        """First position after each row, which is the position of the token that the row samples."""
-        return self.starts + self.counts
-
-    @property
-    def firsts(self) -> I32:
-        """Position of the first token that each row samples, or of its first draft, if it has any."""
-        return self.ends - self.drafts
-
-    def select(self, mask: NDArray[np.bool_]) -> "Rows":
-        """Return the rows at which `mask`, bool[rows], is True."""
-        return Rows(*(column[mask] for column in vars(self).values()))
 
 
 def spread(counts: I32) -> tuple[I32, I32]:
@@ -211,7 +184,7 @@ class SlotTable(BatchColumns):
     def apply_plan(self, plan: StepRows, new: Sequence[NewRequest]) -> Rows:
         """Apply a plan whose columns are unpacked; see `apply`."""
         self.apply_changes(plan, new)
-        rows = Rows(*plan[:6])
+        rows = plan.rows
         columns = self.generation, self.num_blocks, self.num_tokens, self.computed, self.unsettled
         sizes = self._row_of, self.block_size, self.max_model_len
         if not self._count_rows(*vars(rows).values(), *columns, *sizes):

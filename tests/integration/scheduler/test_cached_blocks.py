@@ -5,7 +5,7 @@ from pathlib import Path
 from protocol.block_names import names_of, split_names
 from protocol.codec import Decoder, pack
 from protocol.records import CachedBlocks, Subscribe
-from protocol.requests import EngineMessage, FinishReason, ResetPrefixCache
+from protocol.requests import CacheAction, ControlCache, EngineMessage, FinishReason
 from protocol.sampling import SamplingParams
 from protocol.transport import Client
 from tests.integration.scheduler.engine import PATIENCE, EngineProcesses, engine
@@ -25,7 +25,7 @@ class CacheFollower:
         self.names: set[bytes] = set()
         self.numbers: list[int] = []
 
-    def send(self, message: Subscribe | ResetPrefixCache) -> None:
+    def send(self, message: Subscribe | ControlCache) -> None:
         self._client.send(message)
 
     def follow_until(self, names: set[bytes]) -> None:
@@ -64,7 +64,7 @@ def test_followers_know_what_others_have_placed(tmp_path: Path) -> None:
         assert len(early.names) == 2 * ((len(PROMPT) + 40 - 1) // BLOCK)
         assert early.names.isdisjoint(names_of("", pack(PROMPT), BLOCK))
         assert early.numbers == [*range(len(early.numbers))]
-        early.send(ResetPrefixCache(1))
+        early.send(ControlCache(1, CacheAction.RESET))
         while early.names or late.names:
             for follower in (early, late):
                 follower.receive()

@@ -35,8 +35,6 @@ from protocol.requests import (
     GenerateRequest,
     PinnedPrefix,
     RequestOutputs,
-    ResetDone,
-    ResetPrefixCache,
 )
 from protocol.sampling import SamplingParams
 from protocol.steps import (
@@ -77,8 +75,6 @@ EXAMPLES: list[msgspec.Struct] = [
     GenerateRequest(2**32 - 1, pack([1, 2, 3]), 2, PARAMS, -5, "tenant", "cmpl-1"),
     AbortRequest([1, 2**32 - 1]),
     FrontendAlive(),
-    ResetPrefixCache(4294967295, True),
-    ResetDone(4294967295, True),
     ControlCache(4294967295, CacheAction.PIN, "system", "0123456789abcdef", bytes(64)),
     CacheControlled(4294967295, "no", [PinnedPrefix("system", "0123456789abcdef", 32, 16, 4096)], 48),
     Subscribe(False),

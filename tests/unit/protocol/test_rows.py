@@ -30,11 +30,12 @@ OUTPUTS = RequestOutputs(pack(np.array([2**32 - 1, 3], np.uint32)), pack([0, 5])
 
 
 def test_rows_of_a_plan() -> None:
-    rows = StepRows.from_message(PLAN)
-    assert [column.tolist() for column in rows] == [
+    plan = StepRows.from_message(PLAN)
+    columns = [*vars(plan.rows).values(), *plan[1:]]
+    assert [column.tolist() for column in columns] == [
         [4, 0], [1, 9], [0, 12], [5, 1], [False, True], [0, 0], [4, 4, 0], [7, 8, 3], [2], [],
     ]  # fmt: skip
-    assert not any(column.flags.writeable for column in rows)
+    assert not any(column.flags.writeable for column in columns)
 
 
 def test_rows_of_a_result() -> None:
@@ -48,7 +49,7 @@ def test_rows_of_outputs() -> None:
 
 
 def test_message_without_rows() -> None:
-    assert not len(StepRows.from_message(SchedulerOutput(1, 1, b"", b"", b"", b"", b"")).slots)
+    assert not len(StepRows.from_message(SchedulerOutput(1, 1, b"", b"", b"", b"", b"")).rows.slots)
     assert not len(ResultRows.from_message(ModelRunnerOutput(1, 1, b"", b"", b"", b"")).slots)
     assert not len(OutputRows.from_message(RequestOutputs(b"", b"", b"")).numbers)
 
@@ -107,7 +108,7 @@ def test_contradicting_message_is_refused(rows: Any, message: Any, change: dict[
 
 def test_drafts_must_fit_into_a_row_that_samples() -> None:
     plan = msgspec.structs.replace(PLAN, counts=pack([5, 4]), drafts=pack([0, 3]))
-    assert StepRows.from_message(plan).drafts.tolist() == [0, 3]
+    assert StepRows.from_message(plan).rows.drafts.tolist() == [0, 3]
     for drafts in ([0, 4], [0, -1], [1, 0], [0]):
         with pytest.raises(ProtocolError):
             StepRows.from_message(msgspec.structs.replace(plan, drafts=pack(drafts)))

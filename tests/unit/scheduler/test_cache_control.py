@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from protocol.block_names import NAME_BYTES, NamedBlocks
 from protocol.codec import encode
 from protocol.membership import Loaded
-from protocol.requests import CacheAction, CacheControlled, ControlCache, ResetDone, ResetPrefixCache
+from protocol.requests import CacheAction, CacheControlled, ControlCache
 from protocol.steps import BlocksLoaded, KeepPins, KeptPin, LoadBlocks, StepMessage
 from services.config import SchedulerConfig
 from services.scheduler.build import CoreStart
@@ -42,10 +42,13 @@ def test_a_reset_is_repeated_until_all_ranks_of_an_epoch_have_confirmed_it() -> 
     core, drops = EngineCore(LIMITS, ChunkedPolicy(), 1, 50), list[int]()
     control = CacheControl(SchedulerConfig(), TierReports(4), lambda _: drops.append(core.epoch.number))
 
-    def answer(rank: bytes, message: StepMessage) -> tuple[int, CacheControlled | ResetDone] | None:
+    def answer(rank: bytes, message: StepMessage) -> tuple[int, CacheControlled] | None:
         assert isinstance(message, LoadBlocks)
         assert message.drops_all
         return control.on_loaded(rank, BlocksLoaded(message.epoch, message.ticket, 0), 2, core)
+
+    def reset(frontend: int, number: int, started: Started | None) -> None:
+        assert control.handle(frontend, ControlCache(number, CacheAction.RESET), core, started) is None
 
     def next_epoch() -> Started:
         assert [*control.end_epoch()] == []
@@ -56,16 +59,16 @@ def test_a_reset_is_repeated_until_all_ranks_of_an_epoch_have_confirmed_it() -> 
         control.start_epoch(core, started)
         return started
 
-    control.reset(7, ResetPrefixCache(1), core)
+    reset(7, 1, Started(core.epoch.number, [], LIMITS, cast(Loaded, None), None))
     [message] = core.dispatch()
     assert answer(b"first", message) is None
     next_epoch()
-    control.reset(8, ResetPrefixCache(5), None)
+    reset(8, 5, None)
     next_epoch()
     assert not core.epoch.kv.pool.by_hash, "adopted blocks leave it, too"
     messages = [*core.dispatch()]
     assert [answer(b"first", message) for message in messages] == [None, None]
-    assert [answer(b"other", message) for message in messages] == [(8, ResetDone(5, True)), (7, ResetDone(1, True))]
+    assert [answer(b"other", message) for message in messages] == [(8, CacheControlled(5)), (7, CacheControlled(1))]
     started = next_epoch()
     assert core.epoch.kv.pool.by_hash, "they are not repeated any more"
     assert control.handle(7, ControlCache(2, CacheAction.DROP, names=bytes(NAME_BYTES)), core, started) is None

@@ -247,7 +247,7 @@ def ragged(result: ModelRunnerOutput) -> dict[int, list[int]]:
 
 def planned_drafts(plan: SchedulerOutput) -> dict[int, int]:
     """Return the planned drafts of each slot that samples."""
-    rows = StepRows.from_message(plan)
+    rows = StepRows.from_message(plan).rows
     return dict(zip(rows.slots[rows.samples].tolist(), rows.drafts[rows.samples].tolist(), strict=True))
 
 

@@ -122,7 +122,7 @@ class NativeEpoch:
         self.columns.apply_changes(prepared.plan, step.new)
         self._blocks.update([request.slot for request in step.new], prepared.plan.block_slots)
         self._assign(step)
-        rows = self._settled(prepared.rows, prepared.plan.masked)
+        rows = self._settled(prepared.plan.rows, prepared.plan.masked)
         pooled = self._pooler.rows(rows, self.columns) if ranks.is_output else None
         prompts = None
         if pipeline.is_last:

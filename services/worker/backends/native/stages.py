@@ -102,7 +102,7 @@ class NativeStages:
         while self._forwards and (self._forwards[0].done() or len(self._forwards) > STEPS_PREPARED):
             wait([self._forwards.popleft()])
         prepared, epoch = self._prepare(step), self._epoch
-        self._masks.prepared(step.step_id, prepared.rows.slots)
+        self._masks.prepared(step.step_id, prepared.plan.rows.slots)
         forward = self._thread.submit(lambda: epoch.execute(prepared))
         self._forwards.append(forward)
         self._last = forward
@@ -110,9 +110,9 @@ class NativeStages:
 
     def _prepare(self, step: SchedulerOutput) -> PreparedStep:
         plan = StepRows.from_message(step)
-        rows = self.table.apply_plan(plan, step.new)
+        self.table.apply_plan(plan, step.new)
         released, self._released = self._released, []
-        return PreparedStep(step, plan, rows, released, time.monotonic())
+        return PreparedStep(step, plan, released, time.monotonic())
 
     def sample(self) -> NativeOutput:
         """Sample the step that is pending, on the compute thread; see `ModelRunner.sample_tokens`."""

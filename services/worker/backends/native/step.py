@@ -26,8 +26,6 @@ class PreparedStep(NamedTuple):
 
     step: SchedulerOutput
     plan: StepRows
-    rows: Rows
-    """Planned rows."""
     released: list[NDArray[np.int32]]
     """Slots that were released before this step, without a step."""
     prepared: float

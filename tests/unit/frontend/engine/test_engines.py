@@ -28,8 +28,6 @@ from protocol.requests import (
     FrontendAlive,
     GenerateRequest,
     RequestOutputs,
-    ResetDone,
-    ResetPrefixCache,
     RoundTrips,
 )
 from protocol.sampling import SamplingParams
@@ -81,11 +79,11 @@ class ScriptedEngine:
                     self.send_state(number)
                 case Subscribe():
                     self.subscriptions.append(message)
+                case ControlCache(number=number, action=CacheAction.RESET):
+                    if self.resets:
+                        self.server.send(peer, CacheControlled(number))
                 case ControlCache():
                     self.loads.append(message)
-                case ResetPrefixCache(number=number):
-                    if self.resets:
-                        self.server.send(peer, ResetDone(number, True))
                 case _:
                     if peer not in self.peers:
                         self.peers.append(peer)
