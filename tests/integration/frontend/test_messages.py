@@ -60,14 +60,13 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
         if event["type"].startswith("content_block"):
             assert is_open is (event["type"] != "content_block_start")
             is_open = event["type"] != "content_block_stop"
+            assert event["index"] == len(blocks) - (event["type"] != "content_block_start")
         match event["type"]:
             case "content_block_start":
-                assert event["index"] == len(blocks)
                 blocks.append(event["content_block"])
                 if blocks[-1]["type"] == "tool_use":
                     blocks[-1]["input"] = ""
             case "content_block_delta":
-                assert event["index"] == len(blocks) - 1
                 (field,) = event["delta"].keys() - {"type"}
                 blocks[-1]["input" if field == "partial_json" else field] += event["delta"][field]
             case "message_delta":
@@ -230,6 +229,7 @@ BAD: list[dict[str, object]] = [
     {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
     {"messages": [{"role": "user", "content": []}]},
+    {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
     {"temperature": 3},
     {"tool_choice": {"type": "any"}},
     {"tool_choice": {"type": "tool"}, "tools": [TOOL]},
