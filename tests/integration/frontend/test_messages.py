@@ -188,6 +188,8 @@ def test_reasoning_text_and_call_are_blocks_of_their_own() -> None:
             assert text == {"type": "text", "text": "Sure."}
             assert (call["name"], call["input"]) == ("add", {"a": 1, "b": "\ufffd"})
             assert answer["stop_reason"] == "tool_use"
+            plain = answer_of(frontend, stream, tools=[TOOL], tool_choice={"type": "none"})
+            assert [block["type"] for block in plain["content"]] == ["thinking", "text"]
 
 
 def test_conversation_with_blocks_is_that_of_a_chat(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
