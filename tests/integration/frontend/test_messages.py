@@ -233,6 +233,7 @@ BAD: list[dict[str, object]] = [
     {"messages": [{"role": "user", "content": []}]},
     {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
     {"temperature": 3},
+    {"thinking": {"type": "enabled", "budget_tokens": 1023}},
     {"tool_choice": {"type": "any"}},
     {"tool_choice": {"type": "tool"}, "tools": [TOOL]},
     {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
