@@ -73,7 +73,7 @@ def test_thoughts_calls_and_their_results_are_those_of_a_chat() -> None:
         anthropic.chat_request(MessagesRequest.model_validate(body)),
         ChatRequest.model_validate({"messages": plain}),
     )
-    ours, theirs = ([message.plain() for message in chat.messages] for chat in chats)
+    ours, theirs = (chat.model_dump(include={"messages"}, exclude_unset=True) for chat in chats)
     assert ours == theirs
 
 
