@@ -146,7 +146,7 @@ def from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, o
         content = yaml.safe_load(file.read_text())
     except OSError as error:
         raise ConfigurationError(f"cannot read the configuration file {file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no text, no date, too deep
         raise ConfigurationError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}

@@ -245,7 +245,7 @@ def _with_marker(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     content = last["content"]
     *before, end = content if isinstance(content, list) else _as_parts(content or "")
     if not any(part["text"] for part in (*before, end)):
-        raise invalid("continue_final_message: the last message has no content to continue", "messages")
+        raise invalid("messages: the last message has no content to continue", "messages")
     text = end["text"] + _MARKER
     return [*others, {**last, "content": [*before, {**end, "text": text}] if isinstance(content, list) else text}]
 

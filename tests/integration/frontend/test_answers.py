@@ -4,6 +4,7 @@ import asyncio
 from itertools import cycle
 from typing import Any
 
+import httpx
 import pytest
 from msgspec.structs import replace
 
@@ -20,6 +21,7 @@ from tests.integration.frontend.scripted import (
     tokens,
 )
 from tests.integration.frontend.streams import events
+from tests.waiting import PATIENCE
 
 TEXT = "Grüße, 世界! 👩‍👩‍👧 ok"
 
@@ -81,6 +83,18 @@ def test_stop_string_over_several_tokens_cuts_the_text_and_ends_the_request(
         usage = response.json()["usage"]
         assert usage["completion_tokens"] <= len(ids)
         assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+def test_a_choice_that_a_stop_string_ends_is_aborted_while_another_goes_on(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(lambda request: [] if scheduler.requests[1:] else [tokens(request.number, ids_of("one STOP"))])
+    body = {"prompt": "x", "stop": "STOP", "n": 2, "stream": True}
+    with httpx.stream("POST", frontend.url + "/v1/completions", json=body, timeout=PATIENCE):
+        second = scheduler.request(1).number
+        scheduler.wait_aborted(scheduler.request(0).number)
+        assert second not in scheduler.aborted
+        scheduler.send(ended(second))
 
 
 def test_beginning_of_a_stop_string_is_shown_when_the_answer_ends_with_it(

@@ -242,25 +242,27 @@ def test_echo_without_output_returns_the_prompt(frontend: Frontend, scheduler: S
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(("include", "echo"), [(False, False), (True, False), (False, True)])
 def test_logprobs_of_tokens_cut_off_by_a_stop_string_are_dropped(
-    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, include: bool
+    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, include: bool, echo: bool
 ) -> None:
     scheduler.script(answering("one STOP two"))
     body = {
         "prompt": [5, 6, 7], "stop": "STOP", "logprobs": 0, "stream": stream, "include_stop_str_in_output": include,
+        "echo": echo,
     }  # fmt: skip
     response = frontend.post("/v1/completions", body)
     choices = [e["choices"][0] for e in events(response)] if stream else response.json()["choices"]
     shown = "one STOP" if include else "one "
-    assert "".join(choice["text"] for choice in choices) == shown
+    asked = [5, 6, 7] if echo else []
+    assert "".join(choice["text"] for choice in choices) == TOKENIZER.decode(asked) + shown
     names = [name for c in choices if c["logprobs"] for name in c["logprobs"]["tokens"]]
     kept, text = [], ""
     for token in ids_of("one STOP two"):
         if len(text) < len(shown):
             kept.append(TOKENIZER.decode([token], show_special=True))
         text += TOKENIZER.decode([token], show_special=True)
-    assert names == kept
+    assert names == [TOKENIZER.decode([token], show_special=True) for token in asked] + kept
 
 
 def test_a_token_without_its_log_probability_is_an_error(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

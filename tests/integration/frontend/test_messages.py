@@ -60,14 +60,13 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
         if event["type"].startswith("content_block"):
             assert is_open is (event["type"] != "content_block_start")
             is_open = event["type"] != "content_block_stop"
+            assert event["index"] == len(blocks) - (event["type"] != "content_block_start")
         match event["type"]:
             case "content_block_start":
-                assert event["index"] == len(blocks)
                 blocks.append(event["content_block"])
                 if blocks[-1]["type"] == "tool_use":
                     blocks[-1]["input"] = ""
             case "content_block_delta":
-                assert event["index"] == len(blocks) - 1
                 (field,) = event["delta"].keys() - {"type"}
                 blocks[-1]["input" if field == "partial_json" else field] += event["delta"][field]
             case "message_delta":
@@ -189,6 +188,8 @@ def test_reasoning_text_and_call_are_blocks_of_their_own() -> None:
             assert text == {"type": "text", "text": "Sure."}
             assert (call["name"], call["input"]) == ("add", {"a": 1, "b": "\ufffd"})
             assert answer["stop_reason"] == "tool_use"
+            plain = answer_of(frontend, stream, tools=[TOOL], tool_choice={"type": "none"})
+            assert [block["type"] for block in plain["content"]] == ["thinking", "text"]
 
 
 def test_conversation_with_blocks_is_that_of_a_chat(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
@@ -230,7 +231,9 @@ BAD: list[dict[str, object]] = [
     {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
     {"messages": [{"role": "user", "content": []}]},
+    {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
     {"temperature": 3},
+    {"thinking": {"type": "enabled", "budget_tokens": 1023}},
     {"tool_choice": {"type": "any"}},
     {"tool_choice": {"type": "tool"}, "tools": [TOOL]},
     {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},

@@ -85,6 +85,7 @@ def test_event_of_a_failure_is_the_last_one_in_each_dialect(
     assert (response.status_code, nothing) == (200, "")
     assert last.startswith(begin)
     assert '"message":"the worker failed"' in last
+    assert path != "/v1/messages" or f'"request_id":"{response.headers["request-id"]}"' in last
 
 
 def test_one_refused_prompt_of_several_aborts_the_others(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

@@ -285,9 +285,9 @@ def test_reasoning_is_omitted_on_request_and_counted(pair: tuple[Frontend, Scrip
     assert answer.message.content == "Hi"
     assert "secret" not in answer.to_json()
     assert not any("secret" in chunk.to_json() for chunk in streamed(frontend, **hidden)[1])
-    body = {"messages": ASK, "include_reasoning": False}
+    body = {"messages": ASK, "include_reasoning": False, "n": 2}
     usage = frontend.post("/v1/chat/completions", body).json()["usage"]
-    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(ids_of("secret"))}
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * len(ids_of("secret"))}
     streaming = {"stream": True, "stream_options": {"include_usage": True}}
     *_, last, _, _ = frontend.post("/v1/chat/completions", {**body, **streaming}).text.split("\n\n")
     assert json.loads(last[6:])["usage"] == usage

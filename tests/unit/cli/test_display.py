@@ -65,7 +65,7 @@ def test_lines_that_nobody_reads_are_dropped_and_counted(kind: type[Display], mo
         monkeypatch.setattr(display, "PATIENCE", 0.0)
         screen = kind()
         for _ in range(100):
-            screen.line("x" * 3000)
+            screen.line("x" * (3 * display.PIECE))
         whole = shown.read(1 << 20).count(b"\n")
         assert 10 < whole < 100
         screen.line("read again")

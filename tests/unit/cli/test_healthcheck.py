@@ -53,6 +53,7 @@ def test_the_address_of_a_server_is_enough(path: str) -> None:
     with answering(200) as url:
         server = url.removesuffix("/readyz") + path
         assert main(["--url", server]) == main([f"--url={server}", "--insecure"]) == main([server]) == 0
+        assert main([url.removesuffix("/readyz") + "/another/v1"]) == 1
 
 
 @pytest.mark.parametrize("status", [503, 302, 401])

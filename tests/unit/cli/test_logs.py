@@ -70,6 +70,7 @@ def test_libraries_write_no_debug_lines(monkeypatch: pytest.MonkeyPatch) -> None
         ("{not json", None),
         ('{"":' * 100_000, None),
         ("Killed", None),
+        ("7", None),
     ],
     ids=lambda value: str(value)[:40],
 )

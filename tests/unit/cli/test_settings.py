@@ -63,10 +63,19 @@ def test_unknown_keys_of_a_file_are_named(tmp_path: Path, text: str, names: list
     assert str(refused.value).endswith(f"config.yaml: unknown keys: {', '.join(names)}")
 
 
-@pytest.mark.parametrize("text", ["- port\n", "port", "port: [\n", "port: 1\nport: !!python/object:os.system {}\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("- port\n", "port", "port: [\n", "port: 1\nport: !!python/object:os.system {}\n"),
+        *("host: \xff\n", "revision: 2026-13-01\n", f"port: {'[' * 1000}\n"),
+    ],
+    ids=lambda text: repr(text[:20]),
+)
 def test_file_without_a_mapping_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigurationError, match=r"config\.yaml") as refused:
-        merge(ServeConfig, {}, written(tmp_path, text), {})
+        merge(ServeConfig, {}, file, {})
     assert "\n" not in str(refused.value)
 
 
@@ -211,4 +220,4 @@ def test_variables_of_other_commands_and_of_kubernetes_are_no_mistakes() -> None
         *("MAX_CONCURRENCY", "SIM_STEP_MS", "FAILPOINT_MASK_SECONDS", "WORKER_MEMORY", "VERSION"),
         *("SERVICE_HOST", "FRONTEND_SERVICE_PORT_HTTP", "FRONTEND_PORT", "FRONTEND_PORT_8000_TCP_ADDR"),
     )
-    merge(SchedulerConfig, {}, None, {f"RUNAHEAD_{name}": "3" for name in others})
+    merge(SchedulerConfig, {}, None, {**{f"RUNAHEAD_{name}": "3" for name in others}, "RUNAHEAD_XYZZY": ""})

@@ -48,6 +48,35 @@ def test_messages_of_the_system_stay_where_they_are() -> None:
     ]  # fmt: skip
 
 
+def test_thoughts_calls_and_their_results_are_those_of_a_chat() -> None:
+    said = [
+        *[{"type": "thinking", "thinking": thought, "signature": ""} for thought in "AB"],
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "Sure."},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+    ]
+    results = [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": x} for x in "CD"]}]
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": results},
+    ]
+    body = {"messages": turns, "system": "S", "max_tokens": 5}
+    calls = [{"id": "1", "function": {"name": "f", "arguments": '{"a":1}'}}]
+    plain = [
+        {"role": "system", "content": "S"},
+        turns[0],
+        {"role": "assistant", "content": "Sure.", "reasoning_content": "AB", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": x} for x in "CD"]},
+    ]
+    chats = (
+        anthropic.chat_request(MessagesRequest.model_validate(body)),
+        ChatRequest.model_validate({"messages": plain}),
+    )
+    ours, theirs = (chat.model_dump(include={"messages"}, exclude_unset=True) for chat in chats)
+    assert ours == theirs
+
+
 def test_items_of_one_answer_are_one_message_until_text_follows_its_calls() -> None:
     items = [
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "S"}]},

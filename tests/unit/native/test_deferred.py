@@ -82,7 +82,7 @@ def test_requests_that_left_are_dropped() -> None:
     deferred.propose(step((5, 0, 2), samples=False, generation=2), 0)
     deferred.propose(step((5, 2, 1), generation=2), 1)
     (joined,) = deferred.advances
-    assert joined.slots.tolist() == [5, 3]
+    assert (joined.slots.tolist(), joined.generations.tolist()) == ([5, 3], [2, 1])
     assert joined.states[0].flatten().tolist() == [500, 501, 502, 307, 308]
 
 

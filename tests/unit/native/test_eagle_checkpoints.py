@@ -38,7 +38,7 @@ def refusal(setup: EagleSetup, **speculation: Any) -> str:
     [
         ({"hidden_size": 128}, f"reads hidden states of size 128, those of the model have {HIDDEN}"),
         ({"vocab_size": 99}, f"its vocabulary has 99 tokens, that of the model {VOCAB}"),
-        ({"num_hidden_layers": 32}, "an EAGLE head has one layer, config.json says 32"),
+        ({"num_hidden_layers": 2}, "an EAGLE head has one layer, config.json says 2"),
         ({"architectures": ["Eagle3LlamaForCausalLM"]}, "architecture Eagle3LlamaForCausalLM is not supported"),
         ({"architectures": ["MedusaModel"]}, "architecture MedusaModel is not supported"),
         ({"model": {"hidden_size": 64}}, "nested EAGLE configurations are not supported"),
@@ -63,6 +63,7 @@ def test_eagle_configurations(setup: EagleSetup, changes: dict[str, Any], said: 
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight is [64, 192], but config.json says [64, 128]"),
         ({"eagle_aux_hidden_state_layer_ids": None}, "names a layer twice or is missing for a model of 5 layers"),
         ({"norm_before_fc": True}, "'norm_before_fc' are not supported"),
+        ({"eagle_config": {"norm_output": True}}, "'norm_output' are not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "without auxiliary hidden states"),
         ({"eagle_config": "low"}, "'eagle_config' must be an object"),
         ({"draft_vocab_size": 71}, "lm_head.weight is [70, 64], but config.json says [71, 64]|d2t has 70 entries"),

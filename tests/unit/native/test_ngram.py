@@ -86,7 +86,8 @@ def test_nothing_is_proposed_beyond_the_context(lookup: NewLookup, max_model_len
     limit = max_model_len or LIMIT
     made = lookup(1, 3, limit)
     for missing in range(4):
-        assert made.propose({0: [5] * (limit - missing)}, 3) == [[5] * missing + [NO_DRAFT] * (3 - missing)]
+        sequences = {1: [5] * limit, 0: [5] * (limit - missing)}
+        assert made.propose(sequences, 3) == [[NO_DRAFT] * 3, [5] * missing + [NO_DRAFT] * (3 - missing)]
 
 
 def test_rows_that_do_not_sample_have_no_drafts(lookup: NewLookup) -> None:

@@ -80,6 +80,12 @@ def test_stream_and_whole_answer_are_equal(
     assert (whole["finish_reason"] == "tool_calls") == bool(whole["message"].get("tool_calls"))
 
 
+def test_parts_of_a_later_call_have_its_index() -> None:
+    streaming = dialect()
+    choices = [choice for letter in 2 * CALL for choice in streaming.deltas(0, Chunk(letter))]
+    assert joined(choices)["calls"] == 2 * of_whole(dialect().choice(0, Chunk(CALL, finish="stop"))["message"])["calls"]
+
+
 def test_tokens_of_reasoning_are_counted_while_it_is_streamed() -> None:
     counted = list[str]()
     streaming = dialect(ReasoningStart.INSIDE)
