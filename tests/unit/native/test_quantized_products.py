@@ -13,7 +13,8 @@ from services.worker.kernels.selection import TILES, choose, create, processor_f
 from tests.integration.native.gguf_models import random_blocks
 from tests.unit.native.implementations import BF16, F32, make
 
-ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 150]
+ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 195, 201]
+"""The last two are more rows than an item has, so that its second part has few of them, or smaller tiles."""
 SHAPES = [(96, 64), (1, 32), (211, 96), (130, 576)]
 CASES = [*((kind, F32) for kind in FORMATS), ("Q4_1", BF16), ("Q6_K", BF16)]
 each_case = pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)

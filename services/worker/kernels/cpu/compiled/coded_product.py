@@ -3,9 +3,8 @@
 Activations are rounded to whole numbers of up to 16 bits, with one scale for 256 inputs, which loses less than
 bfloat16. Numbers of weights and activations are multiplied exactly; scales and minima are applied to the sums of a
 block (of half a block in some formats) in float32, in the order of the inputs. Few rows are multiplied with codes that
-are decoded in registers, more rows with panels that are decoded once, and many rows of some formats by AMX
-(tile_codes.py). All compute the same sums, so a row has the same bits in a batch of any size (batch invariance,
-docs/invariants.md).
+are decoded in registers, more rows by AMX (tile_codes.py) or, without it, with panels that are decoded once. All
+compute the same sums, so a row has the same bits in a batch of any size (batch invariance, docs/invariants.md).
 
 The kernel and the program for decoded panels are the same for all formats. A format has a coder (`coder`), which the
 kernel calls.
