@@ -56,7 +56,7 @@ TASK = np.dtype(
     ]
 )
 """Arguments of a format's coder, and of its products with AMX, to which the last four belong."""
-TASK_BYTES = 128
+TASK_BYTES = -(-TASK.itemsize // 64) * 64
 
 
 class CodeTile:
