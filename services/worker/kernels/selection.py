@@ -57,8 +57,8 @@ class KernelChoice:
     eager: bool = False
     """Launch kernels one by one on a GPU, where graphs could be recorded."""
     few_rows: bool = False
-    """Multiply quantised weights with AVX-512, although the processor has AMX: decoded in registers, which is faster
-    with few rows."""
+    """Multiply quantised weights as whole numbers, although the processor has AMX's products of bfloat16, which are
+    faster with many rows and slower with few."""
 
     @property
     def own(self) -> str | None:
@@ -72,7 +72,7 @@ class KernelChoice:
 
     def describe(self, features: Collection[str]) -> str:
         """Return one line for the log. `features`: of the device."""
-        products = f"{self.products}, and quantised weights with AVX-512" if self.few_rows else self.products
+        products = f"{self.products}, and quantised weights as whole numbers" if self.few_rows else self.products
         named = features if self.device == "cuda" else [name for name in NAMED if name in features]
         here = ", ".join(named) or "baseline"
         return (
