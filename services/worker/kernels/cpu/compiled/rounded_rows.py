@@ -93,7 +93,7 @@ def size_of_row(steps):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def _round_row(x, steps, limit, to, numbers, apart, together, HALF, ARE_BYTES):  # type: ignore[no-untyped-def]
     size, halves, totals = STEP * (2 if HALF else 4), to + steps * HALVES_AT, to + steps * TOTALS_AT
-    scales = to + steps * SCALES_AT
+    scales, odd = to + steps * SCALES_AT, together - 1  # one or two are together: no division
     for span in range((steps + SPAN - 1) // SPAN):
         first, end = span * SPAN, min(steps, span * SPAN + SPAN)
         sizes = simd.splat(np.float32(0))
@@ -105,7 +105,7 @@ def _round_row(x, steps, limit, to, numbers, apart, together, HALF, ARE_BYTES): 
         inverse = simd.splat(np.float32(0) if is_tiny else np.float32(limit) / largest)
         simd.store_f32(scales + span * 4, scale)
         for step in range(first, end):
-            upper = numbers + step // together * apart + step % together * STEP
+            upper = numbers + (step >> odd) * apart + (step & odd) * STEP
             lower = upper + together * STEP
             _round_step(x + step * size, HALF, inverse, upper, lower, halves + step * 8, totals + step * 4, ARE_BYTES)
 
