@@ -165,10 +165,8 @@ def _multiply(
         sums_of, only = CodeTile(builder, rows, 1, x, row_bytes, row_steps, first), ir.Constant(I64, 0)
         sums = sums_of.vectors(VI, 1)
         with cgutils.for_range(builder, builder.udiv(steps, ir.Constant(I64, own.scale_steps))) as loop:
-            step, apart = (
-                times(builder, loop.index, own.scale_steps),
-                times(builder, loop.index, own.tile_parts * amx.TILE_BYTES),
-            )
+            step = times(builder, loop.index, own.scale_steps)
+            apart = times(builder, loop.index, own.tile_parts * amx.TILE_BYTES)
             with builder.if_then(has_tile):
                 multiply(loop.index, builder.add(to, apart))
             number = builder.udiv(builder.add(first, step), ir.Constant(I64, own.steps))
