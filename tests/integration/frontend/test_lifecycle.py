@@ -79,7 +79,6 @@ def test_probes_answer_head(frontend: Frontend, scheduler: ScriptedScheduler) ->
         assert headed.headers["content-length"] == got.headers["content-length"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_without_another_scheduler_in_time_open_requests_end_and_the_next_one_is_connected(stream: bool) -> None:
     with scripted(recovery_timeout_seconds=0.2) as (frontend, scheduler):
         scheduler.script(lambda request: [tokens(request.number, ids_of("words "))])
@@ -148,7 +147,6 @@ def test_a_bad_message_costs_no_token(frontend: Frontend, scheduler: ScriptedSch
     assert "bad message from the scheduler" in frontend.log
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_request_without_progress_ends_with_504(stream: bool) -> None:
     with scripted(request_timeout=0.5) as (frontend, scheduler):
         scheduler.script(lambda request: [tokens(request.number, ids_of("words "))])

@@ -88,7 +88,6 @@ def answer_of(frontend: Frontend, stream: bool, **fields: object) -> dict[str, A
     return answer
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering("Grüße, 世界", num_cached_tokens=2))
     answer = answer_of(frontend, stream, system="Be brief.", temperature=0.5, top_k=3, top_p=0.9)
@@ -108,7 +107,6 @@ def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) 
     assert "Be brief." in prompt_of(request)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("reason", "fields", "expected"),
     [
@@ -129,7 +127,6 @@ def test_reason_of_the_end(
     assert (answer["stop_reason"], answer["stop_sequence"]) == expected
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
 def test_required_tool_is_called(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, choice: dict[str, object]

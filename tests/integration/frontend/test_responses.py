@@ -57,7 +57,6 @@ def text_of(item: Any) -> str:
     return item.arguments if item.type == "function_call" else "".join(part.text for part in item.content)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering("Grüße, 世界", num_cached_tokens=2))
     answer = answer_of(frontend, stream, instructions="Be brief.", temperature=0.5, top_p=0.9, max_output_tokens=64)
@@ -82,7 +81,6 @@ def test_answer_and_its_input_have_the_declared_fields(frontend: Frontend, sched
     assert httpx.get(f"{url}/{'x' * 513}").status_code == 400
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_answer_that_the_length_limit_cut_off_is_incomplete(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
 ) -> None:
@@ -92,14 +90,12 @@ def test_answer_that_the_length_limit_cut_off_is_incomplete(
     assert answer.incomplete_details.reason == "max_output_tokens"
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_empty_answer_is_an_empty_message(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering(""))
     answer = answer_of(frontend, stream)
     assert (len(answer.output), answer.output_text) == (1, "")
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", ADD, {"type": "allowed_tools", "mode": "required", "tools": [ADD]}])
 def test_required_tool_is_called(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, choice: Any) -> None:
     said = '{"a": 1}' if choice == ADD else '[{"name": "add", "parameters": {"a": 1}}]'
@@ -170,7 +166,6 @@ def test_items_are_the_messages_of_a_chat(frontend: Frontend, scheduler: Scripte
     assert scheduler.request(0).token_ids == scheduler.request(1).token_ids
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_stored_response_is_continued(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering("Hello"))
     responses = frontend.client().responses
@@ -226,7 +221,6 @@ def test_pages_of_input_items(frontend: Frontend, scheduler: ScriptedScheduler) 
         input_items.list(id, after="m")
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_response_that_is_not_stored_is_not_found(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
 ) -> None:

@@ -305,7 +305,6 @@ def test_token_ids_are_complete_though_the_text_is_parsed(pair: tuple[Frontend, 
     assert ids == ids_of(ARGUMENTS)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_content_and_calls_have_the_declared_fields(spoken: Any, stream: bool) -> None:
     frontend, scheduler, spelled = spoken
     scheduler.script(answering(f"<think>Where?</think>Sure. {spelled}"))
