@@ -78,7 +78,7 @@ def test_thoughts_calls_and_their_results_are_those_of_a_chat() -> None:
 
 
 def test_items_are_the_messages_of_a_chat() -> None:
-    """Those of one answer are one message, until text follows its calls."""
+    """Items of one answer are one message, until text follows its calls."""
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": text} for text in ("Hi", "you")]},
         {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "S"}]},
