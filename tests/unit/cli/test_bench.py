@@ -49,7 +49,7 @@ class StubServer:
             self._open -= 1
 
 
-class Api(Handler):
+class StubAPI(Handler):
     stub: StubServer
 
     def answer(self) -> None:
@@ -87,7 +87,7 @@ class Api(Handler):
 @pytest.fixture
 def server() -> Iterator[StubServer]:
     stub = StubServer()
-    with http_server(type("StubApi", (Api,), {"stub": stub})) as stub.url:
+    with http_server(type("OneStubAPI", (StubAPI,), {"stub": stub})) as stub.url:
         yield stub
 
 
