@@ -17,7 +17,7 @@ from urllib.request import getproxies, proxy_bypass
 from protocol.fields import MAX_IPC_PATH
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
-from services.cli.settings import ConfigurationError, file_to_write, refusing, text_of_file
+from services.cli.settings import ConfigurationError, file_to_write, refusing, refusing_os_errors, text_of_file
 from services.config import BackendConfig, FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig, ServiceConfig, flag
 from services.config.traces import GRPC, HTTP, TRACES_PROTOCOL, traces_protocol
 from services.plugins import PluginError
@@ -171,11 +171,8 @@ def check_placement(config: FrontendConfig) -> None:
     if config.record_placement is not None:
         from services.frontend.engine.placement_recording import PlacementRecording
 
-        try:
+        with refusing_os_errors(f"--record-placement {config.record_placement}: "):
             PlacementRecording(config.record_placement).close()
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ConfigurationError(f"--record-placement {config.record_placement}: {reason}") from None
 
 
 def _check_threads(config: BackendConfig) -> None:
@@ -216,10 +213,8 @@ def _check_directory(name: str, path: str | None, make: Callable[[Path], None]) 
     if not path:
         return None
     directory = Path(os.path.expanduser(path))
-    try:
+    with refusing_os_errors(f"{flag(name)} {directory}: "):
         make(directory)
-    except OSError as error:
-        raise ConfigurationError(f"{flag(name)} {directory}: {error.strerror}") from None
     return directory
 
 
@@ -229,13 +224,9 @@ def check_kv_keeper(config: ServeConfig) -> None:
         return
     from services.kv_keeper import KeptMemory
 
-    try:
+    start = f"start one with runahead kv-keeper {config.kv_keeper}"
+    with refusing_os_errors(f"--kv-keeper {config.kv_keeper}: no keeper answers (", f"); {start}"):
         KeptMemory(config.kv_keeper).connected().close()
-    except OSError as error:
-        raise ConfigurationError(
-            f"--kv-keeper {config.kv_keeper}: no keeper answers ({error.strerror or error}); start one with runahead "
-            f"kv-keeper {config.kv_keeper}"
-        ) from None
 
 
 def _check_kv_events(config: SchedulerConfig) -> None:

@@ -16,7 +16,7 @@ from services.cli.engine_set import CONTROL, Command, EngineSet, divided, engine
 from services.cli.logs import json_line
 from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
 from services.cli.readiness import FrontendProbe, LoadingState
-from services.cli.settings import PREFIX, VLLM_API_KEY, ConfigurationError
+from services.cli.settings import PREFIX, VLLM_API_KEY, refusing_os_errors
 from services.cli.supervisor import Supervisor
 from services.config import ServeConfig
 from services.kv_keeper import keeping
@@ -126,18 +126,14 @@ def _runtime(config: ServeConfig) -> Iterator[tuple[EngineSet, list[Command]]]:
     """
     base = short_base(DIRECTORY_PREFIX, "clients")
     with contextlib.ExitStack() as stack:
-        try:
+        remedy = "set XDG_RUNTIME_DIR to a directory that can be written and has room"
+        with refusing_os_errors(f"{base} cannot hold the sockets of the services: ", f"; {remedy}"):
             directory = stack.enter_context(private_directory(base, DIRECTORY_PREFIX))
             engines = EngineSet(config, directory)
             commands = [] if config.headless else [engines.frontend()]
             for name in engine_names(config):
                 commands += engines.engine(name, divided(config))
                 engines.show(name)
-        except OSError as error:
-            raise ConfigurationError(
-                f"{base} cannot hold the sockets of the services: {error.strerror}; set XDG_RUNTIME_DIR to a directory "
-                "that can be written and has room"
-            ) from None
         yield engines, commands
 
 

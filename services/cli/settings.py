@@ -47,6 +47,15 @@ def refusing(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
         raise ConfigurationError(f"{prefix}{error}") from None
 
 
+@contextmanager
+def refusing_os_errors(prefix: str, suffix: str = "") -> Iterator[None]:
+    """Raise an OSError within this context as a `ConfigurationError` with the system's reason between these texts."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(f"{prefix}{error.strerror or error}{suffix}") from None
+
+
 def file_to_write(name: str, path: str) -> Path:
     """Return the value of the setting `name` as a path. Raises: ConfigurationError, if it cannot be that of a file"""
     file = Path(path)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from protocol.security import PUBLIC, SECRET, SERVER
-from services.cli.settings import ConfigurationError
+from services.cli.settings import ConfigurationError, refusing_os_errors
 from services.config import SERVICES
 
 CLIENTS = tuple(sorted(set(SERVICES) - {SERVER}))
@@ -30,11 +30,8 @@ def make_keys(directory: Path) -> str:
         raise ConfigurationError(
             f"{directory} contains some keys, but {missing} is missing; remove them, and all keys are made anew"
         )
-    try:
-        with _private_files():
-            _write(directory)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write keys to {directory}: {error.strerror}") from None
+    with refusing_os_errors(f"cannot write keys to {directory}: "), _private_files():
+        _write(directory)
     roles = ", ".join(SERVICES)
     return f"{directory} contains the keys of {roles}; give each service its own directory as --transport-keys"
 

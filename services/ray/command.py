@@ -8,7 +8,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from services.cli.settings import ConfigurationError, refusing
+from services.cli.settings import ConfigurationError, refusing, refusing_os_errors
 from services.config import RayCommandConfig
 from services.ray.application import application
 from services.ray.cluster import await_application
@@ -56,9 +56,5 @@ def _check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
-    try:
+    with refusing_os_errors(f"--address {address}: ", "; start a cluster: ray start --head"):
         socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ConfigurationError(
-            f"--address {address}: {error.strerror or error}; start a cluster: ray start --head"
-        ) from None

@@ -4,10 +4,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-from tests.http_server import http_server
+from tests.http_server import Handler, http_server
 
 COMMIT = "0123456789012345678901234567890123456789"
 
@@ -27,19 +26,10 @@ class LocalHub:
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(cache), "HF_HUB_CACHE": str(cache / "hub"), "HF_TOKEN": ""}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     hub: LocalHub
 
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-    def _answer(self, with_body: bool) -> None:
+    def answer(self) -> None:
         path = self.path.partition("?")[0]
         for name, files in self.hub.repositories.items():
             if path == f"/api/models/{name}/revision/main":
@@ -53,22 +43,13 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send(json.dumps(entries).encode())
             for file, data in files.items():
                 if path == f"/{name}/resolve/{COMMIT}/{file}":
-                    if with_body:
+                    if self.command == "GET":
                         self.hub.downloads.append(f"{name}/{file}")
-                    return self._send(data, with_body)
-        self.send_response(404)
-        self.send_header("X-Error-Code", "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        return self.end_headers()
+                    return self._send(data)
+        return self.reply(404, x_error_code="RepoNotFound")
 
-    def _send(self, data: bytes, with_body: bool = True) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("ETag", f'"{_etag(data)}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(data)
+    def _send(self, data: bytes) -> None:
+        self.reply(200, data, etag=f'"{_etag(data)}"', x_repo_commit=COMMIT)
 
 
 def _etag(data: bytes) -> str:

@@ -100,24 +100,6 @@ async def test_streams_move_when_an_engine_drains(services: SeparateServices, un
     assert_nothing_is_kept(services)
 
 
-async def test_broken_lines_and_engines_that_are_not_there_disturb_no_other_engine(
-    services: SeparateServices, undisturbed_sim: list[Any]
-) -> None:
-    services.list_engines(
-        *(0, 1),
-        more="tcp://127.0.0.1:1 - nowhere\nhttp://127.0.0.1 - broken\ntcp://127.0.0.1:2 - 0\ntcp://127.0.0.1:3 key\n",
-    )
-    wait_until(lambda: list(engines_of(services)) == ["0", "1", "nowhere"], "three engines are listed")
-    log = services.log("frontend").read_text()
-    for problem in ("line 4: ", "line 5: there is an engine 0 already", "line 6: the public key has 3 char"):
-        assert problem in log
-    async with services.async_client() as client:
-        assert await answers(client) == undisturbed_sim
-    assert services.get("/readyz")[0] == 200
-    services.list_engines(0, 1)
-    wait_until(lambda: list(engines_of(services)) == ["0", "1"], "one is forgotten")
-
-
 def test_a_frontend_finds_the_prefixes_that_another_one_has_placed(services: SeparateServices) -> None:
     """Under their salt alone."""
     prompts = [f"{i}, " + "and so on, " * 40 for i in range(6)]

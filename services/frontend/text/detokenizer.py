@@ -1,6 +1,8 @@
 """Tokens of one answer to text, token by token, without incomplete characters."""
 
 import codecs
+import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -71,121 +73,43 @@ class WindowDetokenizer:
         return new
 
 
-# Byte-level vocabularies: GPT-2's and later ones. A token's bytes do not depend on its neighbours.
+# Vocabularies whose tokens are bytes, which do not depend on their neighbours.
+
+ReadName = Callable[[str], bytes]
+"""Returns the bytes of a token from its form in the vocabulary."""
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte for each letter: such a vocabulary writes a byte as one printable letter, itself or U+0100 on."""
+    """Return the byte for each letter: GPT-2's vocabulary writes a byte as a printable letter, itself or U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 _BYTE_OF_LETTER = _byte_letters()
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def byte_level_bytes(name: str) -> bytes:
-    """Return the bytes of a token of such a vocabulary; b"" if its name is not written in these letters."""
+    """Return the bytes of a token of GPT-2's and later vocabularies; b"" if its name has other letters."""
     return bytes(map(_BYTE_OF_LETTER.__getitem__, name)) if _BYTE_OF_LETTER.keys() >= {*name} else b""
 
 
-class ByteLevelVocabulary(dict[int, str | bytes]):
-    """Content of each token, filled on demand: text, or bytes if they are no complete characters."""
-
-    def __init__(self, name: Callable[[int], str], hidden: frozenset[int]) -> None:
-        """
-        Args:
-            name: returns the vocabulary's form of a token, "" for an unknown id.
-            hidden: tokens without text.
-        """
-        super().__init__()
-        self._name = name
-        self._hidden = hidden
-
-    def __missing__(self, token_id: int) -> str | bytes:
-        content = self[token_id] = "" if token_id in self._hidden else self._read(self._name(token_id))
-        return content
-
-    @staticmethod
-    def _read(name: str) -> str | bytes:
-        raw = byte_level_bytes(name) or name.encode()  # an added token is written as its text
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return raw
+def single_byte(name: str) -> bytes:
+    """Return the byte of a token that is one in a vocabulary of words; b"" for any other token."""
+    found = _BYTE.fullmatch(name)
+    return bytes.fromhex(found[1]) if found else b""
 
 
-class ByteLevelDetokenizer:
-    __slots__ = ("_decoder", "_is_inside", "_vocabulary")
-
-    def __init__(self, vocabulary: ByteLevelVocabulary) -> None:
-        """The prompt is not needed: an answer does not complete the prompt's last character."""
-        self._vocabulary = vocabulary
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_inside = False
-        """True while the last character is incomplete."""
-
-    def push(self, token_id: int) -> str:
-        content = self._vocabulary[token_id]
-        if type(content) is str:
-            if not self._is_inside:
-                return content
-            content = content.encode()
-        text = self._decoder.decode(content)  # type: ignore[arg-type]
-        self._is_inside = bool(self._decoder.getstate()[0])
-        return text
-
-    def flush(self) -> str:
-        self._is_inside = False
-        return self._decoder.decode(b"", final=True)
+def _of_letters(name: str) -> bytes:
+    return byte_level_bytes(name) or name.encode()  # an added token is written as its text
 
 
-# Vocabularies of words with "▁" for spaces, and bytes for unknown characters: Llama 2, Mistral, Gemma.
+def _of_words(name: str) -> bytes:
+    """The vocabularies of Llama 2, Mistral and Gemma have words with "▁" for spaces."""
+    return single_byte(name) or name.replace("▁", " ").encode()
 
 
-class WordVocabulary(dict[int, str]):
-    """Texts of the tokens whose text is the same everywhere but at the beginning of a text; "" for others."""
-
-    def __init__(self, name: Callable[[int], str], added: frozenset[int]) -> None:
-        super().__init__()
-        self._name = name
-        self._added = added
-
-    def __missing__(self, token_id: int) -> str:
-        name = self._name(token_id)
-        is_word = token_id not in self._added and not name.startswith("<0x") and "\ufffd" not in name
-        text = self[token_id] = name.replace("▁", " ") if is_word else ""
-        return text
-
-
-class WordDetokenizer(WindowDetokenizer):
-    """Decodes only where a token's text depends on others: at the beginning, and around characters spelled in bytes."""
-
-    def __init__(self, decode: Decode, prompt: list[int], words: WordVocabulary) -> None:
-        super().__init__(decode, prompt)
-        self._words = words
-        self._last: int | None = None
-        """The last word, if no text is held back after it; None while the window is in use."""
-
-    def push(self, token_id: int) -> str:
-        word = self._words[token_id]
-        if self._last is not None:
-            if word:
-                self._last = token_id
-                return word
-            self._window, self._num_context, self._last = [self._last], 1, None
-            self._shown = self._decode(self._window)
-        text = super().push(token_id)
-        if word and text:
-            self._last = token_id
-        return text
-
-    def flush(self) -> str:
-        return super().flush() if self._last is None else ""
-
-
-Detokenizer = ByteLevelDetokenizer | WindowDetokenizer
-"""The state of one answer."""
 _WORDS: list[dict[str, Any]] = [
     {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
     {"type": "ByteFallback"},
@@ -194,13 +118,68 @@ _WORDS: list[dict[str, Any]] = [
 _STRIP: dict[str, Any] = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
-def is_byte_level(decoder: dict[str, Any] | None) -> bool:
-    """Return whether a decoder of tokenizer.json joins bytes."""
-    return decoder is not None and decoder["type"] == "ByteLevel"
+def reader_of_names(decoder: dict[str, Any]) -> ReadName | None:
+    """`decoder`: of tokenizer.json. None: the texts of its tokens depend on their neighbours."""
+    if decoder.get("type") == "ByteLevel":
+        return _of_letters
+    return _of_words if decoder.get("decoders") in (_WORDS, [*_WORDS, _STRIP]) else None
 
 
-def is_word_level(decoder: dict[str, Any] | None) -> bool:
-    """Return whether a decoder of tokenizer.json joins words and bytes."""
-    if decoder is None or decoder["type"] != "Sequence":
-        return False
-    return decoder["decoders"] in (_WORDS, [*_WORDS, _STRIP])
+def strips_first_space(decoder: dict[str, Any]) -> bool:
+    """Return whether a text of these tokens has no space at its beginning."""
+    return decoder.get("decoders") == [*_WORDS, _STRIP]
+
+
+class ByteVocabulary(dict[int, str | bytes]):
+    """Content of each token, filled on demand: text, or bytes if they are no complete characters."""
+
+    def __init__(self, name: Callable[[int], str], read: ReadName, hidden: frozenset[int]) -> None:
+        """
+        Args:
+            name: returns the vocabulary's form of a token, "" for an unknown id.
+            hidden: tokens without text.
+        """
+        super().__init__()
+        self._name, self._read, self._hidden = name, read, hidden
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        content: str | bytes = b"" if token_id in self._hidden else self._read(self._name(token_id))
+        with contextlib.suppress(UnicodeDecodeError):
+            content = content.decode()  # type: ignore[union-attr]
+        self[token_id] = content
+        return content
+
+
+class ByteDetokenizer:
+    __slots__ = ("_decoder", "_is_inside", "_strips", "_vocabulary")
+
+    def __init__(self, vocabulary: ByteVocabulary, strips: bool = False) -> None:
+        """The prompt is not needed: an answer does not complete the prompt's last character.
+
+        Args:
+            strips: leave out a space at the beginning.
+        """
+        self._vocabulary, self._strips = vocabulary, strips
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_inside = strips
+        """True while the last character is incomplete, or the first one has not come."""
+
+    def push(self, token_id: int) -> str:
+        content = self._vocabulary[token_id]
+        if type(content) is str:
+            if not self._is_inside:
+                return content
+            content = content.encode()
+        text = self._decoder.decode(content)  # type: ignore[arg-type]
+        if self._strips and text:
+            self._strips, text = False, text.removeprefix(" ")
+        self._is_inside = self._strips or bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        self._is_inside = False
+        return self._decoder.decode(b"", final=True)
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer
+"""The state of one answer."""

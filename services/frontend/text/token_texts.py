@@ -1,13 +1,9 @@
 """Text and bytes of single tokens."""
 
-import re
 from typing import NamedTuple
 
-from services.frontend.text.detokenizer import byte_level_bytes
+from services.frontend.text.detokenizer import byte_level_bytes, single_byte
 from services.frontend.text.tokenizer import Tokenizer
-
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""A single byte in a vocabulary with byte fallback."""
 
 
 class TokenText(NamedTuple):
@@ -34,6 +30,4 @@ class TokenTexts(dict[int, TokenText]):
     def _bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token that holds part of a character."""
         name = self._tokenizer.name(token_id)
-        if single := _BYTE.fullmatch(name):
-            return bytes.fromhex(single[1])
-        return byte_level_bytes(name) or "\ufffd".encode()
+        return single_byte(name) or byte_level_bytes(name) or "\ufffd".encode()

@@ -9,14 +9,12 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from services.checkpoint import CheckpointError, read_text, special_tokens, text_digest
 from services.frontend.text.detokenizer import (
-    ByteLevelDetokenizer,
-    ByteLevelVocabulary,
+    ByteDetokenizer,
+    ByteVocabulary,
     Detokenizer,
     WindowDetokenizer,
-    WordDetokenizer,
-    WordVocabulary,
-    is_byte_level,
-    is_word_level,
+    reader_of_names,
+    strips_first_space,
 )
 
 CutSide = Literal["left", "right"]
@@ -52,14 +50,13 @@ class Tokenizer:
         layout = json.loads(self._tokenizer.to_str())
         self.max_token_chars = _max_token_chars(self._tokenizer, layout)
         """Maximum characters of text that one token stands for; 0 if there is no bound."""
-        decoder = layout.get("decoder")
-        added = frozenset(token["id"] for token in layout["added_tokens"])
+        decoder = layout.get("decoder") or {}
         special = frozenset(token["id"] for token in layout["added_tokens"] if token["special"])
-        self._byte_level: tuple[ByteLevelVocabulary, ...] = ()
-        """Without and with the texts of special tokens; empty for other tokenizers."""
-        if is_byte_level(decoder):
-            self._byte_level = (ByteLevelVocabulary(self.name, special), ByteLevelVocabulary(self.name, frozenset()))
-        self._words = WordVocabulary(self.name, added) if is_word_level(decoder) else None
+        self._vocabularies: list[ByteVocabulary] = []
+        """Without and with the texts of special tokens; none if the texts of tokens depend on their neighbours."""
+        if (read := reader_of_names(decoder)) is not None:
+            self._vocabularies = [ByteVocabulary(self.name, read, hidden) for hidden in (special, frozenset())]
+        self._strips = strips_first_space(decoder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text, with the special tokens that tokenizer.json adds; a chat template has written them itself.
@@ -109,12 +106,11 @@ class Tokenizer:
 
     def detokenizer(self, prompt: list[int], show_special: bool = False) -> Detokenizer:
         """Return a detokenizer for one answer after `prompt`."""
-        if self._byte_level:
-            return ByteLevelDetokenizer(self._byte_level[show_special])
-        decode = partial(self.decode, show_special=show_special)
-        if self._words is not None:
-            return WordDetokenizer(decode, prompt, self._words)
-        return WindowDetokenizer(decode, prompt)
+        if not self._vocabularies:
+            return WindowDetokenizer(partial(self.decode, show_special=show_special), prompt)
+        vocabulary = self._vocabularies[show_special]
+        begins = self._strips and not any(map(vocabulary.__getitem__, prompt))  # the prompt has no text
+        return ByteDetokenizer(vocabulary, begins)
 
 
 def _fitting(lengths: list[int], most: int) -> list[int]:

@@ -1,6 +1,5 @@
 """A collector of traces in this process, over HTTP or gRPC."""
 
-import http.server
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from tests.http_server import http_server
+from tests.http_server import Handler, http_server
 from tests.integration.frontend.scripted import wait_until
 
 
@@ -91,18 +90,13 @@ def over_http() -> Iterator[tuple[str, CollectedTraces]]:
     """Yield the endpoint and the traces that arrive there."""
     collected = CollectedTraces()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+    class Collector(Handler):
+        def answer(self) -> None:
             assert self.path == "/v1/traces"
-            body = self.rfile.read(int(self.headers["content-length"]))
-            is_added = collected.add(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200 if is_added else 404)
-            self.end_headers()
+            is_added = collected.add(ExportTraceServiceRequest.FromString(self.body()))
+            self.reply(200 if is_added else 404)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with http_server(Handler) as url:
+    with http_server(Collector) as url:
         yield f"{url}/v1/traces", collected
 
 

@@ -40,3 +40,9 @@ def frontend(_pair: tuple[Frontend, ScriptedScheduler]) -> Frontend:
 def scheduler(_pair: tuple[Frontend, ScriptedScheduler]) -> ScriptedScheduler:
     _pair[1].script(silent)
     return _pair[1]
+
+
+@pytest.fixture(params=[False, True])
+def stream(request: pytest.FixtureRequest) -> bool:
+    """Each test with it is run for an answer that is sent as a whole, and for one that is streamed."""
+    return request.param  # type: ignore[no-any-return]

@@ -63,7 +63,6 @@ def test_chat_whole_and_streamed_and_its_answer_is_accepted_as_a_message(
     assert prompt == f"<|bos|><|user|>Hi<|eos|><|assistant|>{TEXT}<|eos|><|user|>And?<|eos|><|assistant|>"
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_stop_string_over_several_tokens_cuts_the_text_and_ends_the_request(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
 ) -> None:

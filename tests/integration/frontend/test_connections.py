@@ -102,7 +102,6 @@ def reset(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["FIN", "RST"])
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])
 def test_client_that_leaves_aborts_its_request(
     frontend: Frontend, scheduler: ScriptedScheduler, leave, stream: bool, started: bool

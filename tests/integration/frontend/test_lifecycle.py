@@ -9,8 +9,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from protocol.codec import unpack
-from protocol.requests import EnginePhase, EngineState, GenerateRequest, RequestOutputs
+from protocol.requests import EnginePhase, EngineState
 from services.cli.readiness import FrontendProbe
 from services.config import HttpConfig
 from services.frontend.http.listener import listen
@@ -79,7 +78,6 @@ def test_probes_answer_head(frontend: Frontend, scheduler: ScriptedScheduler) ->
         assert headed.headers["content-length"] == got.headers["content-length"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_without_another_scheduler_in_time_open_requests_end_and_the_next_one_is_connected(stream: bool) -> None:
     with scripted(recovery_timeout_seconds=0.2) as (frontend, scheduler):
         scheduler.script(lambda request: [tokens(request.number, ids_of("words "))])
@@ -100,55 +98,6 @@ def test_without_another_scheduler_in_time_open_requests_end_and_the_next_one_is
         assert frontend.post(COMPLETIONS, {"prompt": "x"}).json()["choices"][0]["text"] == "back again"
 
 
-def test_the_next_scheduler_gets_open_requests_with_their_output_and_new_ones() -> None:
-    """Tokens that it repeats are dropped. A request that arrives between the two waits."""
-    with scripted() as (frontend, scheduler):
-        words, more = ids_of("first words "), ids_of("and the rest")
-        scheduler.script(lambda request: [tokens(request.number, words)])
-        early = frontend.post_later(COMPLETIONS, {"prompt": "early", "seed": 5})
-        first = scheduler.request()
-        wait_until(lambda: frontend.metric("time_to_first_token_seconds_count") == 1, "its tokens have arrived")
-        scheduler.close()
-        wait_until(lambda: not frontend.ready(), "the loss is noticed")
-        late = frontend.post_later(COMPLETIONS, {"prompt": "late", "seed": 5})
-        wait_until(lambda: httpx.get(f"{frontend.url}/load").json()["server_load"] == 2, "it waits")
-        scheduler.script(
-            lambda request: [
-                tokens(request.number, [*words, *more][delivered(request) :], delivered(request)),
-                tokens(request.number, more, len(words)),
-                ended(request.number),
-            ]
-        )
-        scheduler.open()
-        for asked in (early, late):
-            assert asked.result(PATIENCE).json()["choices"][0]["text"] == "first words and the rest"
-        again = scheduler.request(0)
-        assert unpack(again.token_ids).tolist() == [*unpack(first.token_ids).tolist(), *words]
-        assert (again.params, again.num_prompt_tokens) == (first.params, first.num_prompt_tokens)
-        assert (again.age > 0, scheduler.request(1).age) == (True, 0.0)
-        assert frontend.metric("requests_resubmitted_total") == 1
-
-
-def test_a_bad_message_costs_no_token(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    """The message may have had tokens, so the frontend connects again and submits what is open."""
-    words, more = ids_of("first words "), ids_of("and the rest")
-
-    def behave(request: GenerateRequest) -> list[RequestOutputs]:
-        if not delivered(request):
-            return [tokens(request.number, words)]
-        return [tokens(request.number, more, len(words)), ended(request.number)]
-
-    scheduler.script(behave)
-    before = frontend.metric("time_to_first_token_seconds_count")
-    asked = frontend.post_later(COMPLETIONS, {"prompt": "x"})
-    wait_until(lambda: frontend.metric("time_to_first_token_seconds_count") > before, "its tokens have arrived")
-    scheduler.send(b"\xc1 no message")
-    assert asked.result(PATIENCE).json()["choices"][0]["text"] == "first words and the rest"
-    assert delivered(scheduler.request(1)) == len(words)
-    assert "bad message from the scheduler" in frontend.log
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_request_without_progress_ends_with_504(stream: bool) -> None:
     with scripted(request_timeout=0.5) as (frontend, scheduler):
         scheduler.script(lambda request: [tokens(request.number, ids_of("words "))])
@@ -157,11 +106,6 @@ def test_a_request_without_progress_ends_with_504(stream: bool) -> None:
         error = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
         assert (error["type"], "no progress" in error["message"]) == ("timeout_error", True)
         scheduler.wait_aborted(scheduler.request().number)
-
-
-def delivered(request: GenerateRequest) -> int:
-    """Return the number of output tokens that a request brings along."""
-    return len(unpack(request.token_ids)) - request.num_prompt_tokens
 
 
 def test_sigterm_lets_the_open_stream_finish_and_refuses_new_requests() -> None:

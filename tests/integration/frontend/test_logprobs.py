@@ -170,7 +170,6 @@ def test_prompt_logprobs_are_keyed_by_position_and_the_first_one_wins(
     assert "prompt_logprobs" not in chat["choices"][0]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_echo_shows_the_prompt_with_its_log_probabilities(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
 ) -> None:
@@ -241,7 +240,6 @@ def test_echo_without_output_returns_the_prompt(frontend: Frontend, scheduler: S
     assert (plain["choices"][0]["text"], plain["choices"][0]["logprobs"]) == (given["prompt"], None)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("include", "echo"), [(False, False), (True, False), (False, True)])
 def test_logprobs_of_tokens_cut_off_by_a_stop_string_are_dropped(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, include: bool, echo: bool

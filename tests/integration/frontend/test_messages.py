@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -88,7 +87,6 @@ def answer_of(frontend: Frontend, stream: bool, **fields: object) -> dict[str, A
     return answer
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering("Grüße, 世界", num_cached_tokens=2))
     answer = answer_of(frontend, stream, system="Be brief.", temperature=0.5, top_k=3, top_p=0.9)
@@ -108,7 +106,6 @@ def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) 
     assert "Be brief." in prompt_of(request)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("reason", "fields", "expected"),
     [
@@ -129,7 +126,6 @@ def test_reason_of_the_end(
     assert (answer["stop_reason"], answer["stop_sequence"]) == expected
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
 def test_required_tool_is_called(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, choice: dict[str, object]
@@ -148,30 +144,6 @@ def test_required_tool_is_called(
         answer = answer_of(frontend, stream, tools=[TOOL], tool_choice=choice)
         assert [(block["name"], block["input"]) for block in answer["content"]] == [("add", arrived)]
         assert answer["stop_reason"] == "max_tokens"
-
-
-SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-FORMAT = {"type": "json_schema", "schema": SCHEMA}
-
-
-@pytest.mark.parametrize("fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}])
-def test_form_of_the_answer_is_enforced(
-    frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object]
-) -> None:
-    scheduler.script(answering('{"age": 7}'))
-    assert answer_of(frontend, False, **fields)["content"] == [{"type": "text", "text": '{"age": 7}'}]
-    structured = scheduler.request().structured
-    assert (structured.kind, json.loads(structured.text)) == (GrammarKind.JSON, SCHEMA)
-
-
-def test_effort_is_a_variable_of_the_template(tmp_path: Path) -> None:
-    template = tmp_path / "effort.jinja"
-    template.write_text("{{ reasoning_effort }} {{ enable_thinking }}")
-    with scripted(served_model_name=["demo"], chat_template=str(template)) as (frontend, scheduler):
-        scheduler.script(answering("x"))
-        thinking = {"type": "disabled"}
-        answer_of(frontend, False, output_config={"effort": "low"}, thinking=thinking)
-        assert prompt_of(scheduler.request()) == "low False"
 
 
 def test_reasoning_text_and_call_are_blocks_of_their_own() -> None:
@@ -223,6 +195,7 @@ def test_message_of_the_assistant_is_continued(frontend: Frontend, scheduler: Sc
     assert prompt_of(scheduler.request(1)) == "<|bos|><|user|>Hi<|eos|><|assistant|>"
 
 
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 BAD: list[dict[str, object]] = [
     {"max_tokens": None},
     {"messages": []},

@@ -46,7 +46,6 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
     return error
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("reason", "status"),
     [(FinishReason.REJECTED, 429), (FinishReason.INVALID, 400), (FinishReason.ERROR, 500), (FinishReason.ABORT, 503)],
@@ -130,13 +129,7 @@ BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
     (COMPLETIONS, {"prompt": "x" * 3_000_000}, "prompt"),
     (COMPLETIONS, {"prompt": ["x"] * 9, "n": 128}, "n"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": CONTEXT}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "x", "max_tokens": "4"}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "x", "temperature": True}, "temperature"),
-    (COMPLETIONS, {"prompt": "x", "top_k": 2**31}, "top_k"),
-    (COMPLETIONS, {"prompt": "x", "stream": 1}, "stream"),
     (COMPLETIONS, {"prompt": "x", "stream_options": {}}, "stream_options"),
-    (COMPLETIONS, {"prompt": "x", "logprobs": True}, "logprobs"),
-    (COMPLETIONS, {"prompt": "x", "echo": "yes"}, "echo"),
     (CHAT, {}, "messages"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": {"role": "user"}}, "messages"),
@@ -148,7 +141,6 @@ BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
     (CHAT, {"messages": [MESSAGE], "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
-    (CHAT, {"messages": [MESSAGE], "top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"messages": [MESSAGE], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"messages": [MESSAGE], "max_tokens": 0}, "max_tokens"),
     (CHAT, {"messages": [MESSAGE], "tools": [{"type": "function"}]}, "tools"),
@@ -186,7 +178,6 @@ UNKNOWN: list[tuple[str, dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "names"), UNKNOWN)
-@pytest.mark.parametrize("stream", [False, True])
 def test_unknown_field_is_ignored_and_named_in_a_header(
     frontend: Frontend, scheduler: ScriptedScheduler, path: str, body: dict[str, object], names: str, stream: bool
 ) -> None:

@@ -42,7 +42,6 @@ def wait_lines(frontend: Frontend, request_id: str, last: str) -> list[str]:
     return lines()
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_accepted_and_completed(pair: tuple[Frontend, ScriptedScheduler], stream: bool) -> None:
     frontend, scheduler = pair
     scheduler.script(answering("a b", times=RequestTimes(1.0, 2.5, 3.0, 4.0)))
@@ -62,7 +61,6 @@ def test_accepted_and_completed(pair: tuple[Frontend, ScriptedScheduler], stream
     assert f"output_tokens={2 * len(ids_of('a b'))} " in last
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_failed_by_the_engine(pair: tuple[Frontend, ScriptedScheduler], stream: bool) -> None:
     frontend, scheduler = pair
     scheduler.script(lambda request: [ended(request.number, FinishReason.ERROR, message="the worker failed")])
@@ -85,7 +83,6 @@ def test_refused(pair: tuple[Frontend, ScriptedScheduler]) -> None:
     assert line.startswith("request refused: status=401:")
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_aborted_by_its_client(pair: tuple[Frontend, ScriptedScheduler], stream: bool) -> None:
     frontend, scheduler = pair
     scheduler.script(silent)

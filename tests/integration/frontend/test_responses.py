@@ -57,7 +57,6 @@ def text_of(item: Any) -> str:
     return item.arguments if item.type == "function_call" else "".join(part.text for part in item.content)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering("Grüße, 世界", num_cached_tokens=2))
     answer = answer_of(frontend, stream, instructions="Be brief.", temperature=0.5, top_p=0.9, max_output_tokens=64)
@@ -82,7 +81,6 @@ def test_answer_and_its_input_have_the_declared_fields(frontend: Frontend, sched
     assert httpx.get(f"{url}/{'x' * 513}").status_code == 400
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_answer_that_the_length_limit_cut_off_is_incomplete(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
 ) -> None:
@@ -92,14 +90,12 @@ def test_answer_that_the_length_limit_cut_off_is_incomplete(
     assert answer.incomplete_details.reason == "max_output_tokens"
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_empty_answer_is_an_empty_message(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering(""))
     answer = answer_of(frontend, stream)
     assert (len(answer.output), answer.output_text) == (1, "")
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", ADD, {"type": "allowed_tools", "mode": "required", "tools": [ADD]}])
 def test_required_tool_is_called(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, choice: Any) -> None:
     said = '{"a": 1}' if choice == ADD else '[{"name": "add", "parameters": {"a": 1}}]'
@@ -127,50 +123,6 @@ def test_reasoning_text_and_calls_are_items() -> None:
             assert answer.usage.output_tokens_details.reasoning_tokens == len(ids_of("Hm."))
 
 
-@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
-def test_text_format_is_a_grammar(frontend: Frontend, scheduler: ScriptedScheduler, kind: str) -> None:
-    scheduler.script(answering("{}"))
-    schema = {"name": "s", "schema": {"type": "object"}, "strict": True} if kind == "json_schema" else {}
-    answer = answer_of(frontend, False, text={"format": {"type": kind, **schema}})
-    assert answer.output_text == "{}"
-    structured = scheduler.request().structured
-    assert structured.kind is (GrammarKind.JSON if schema else GrammarKind.JSON_OBJECT)
-
-
-def test_items_are_the_messages_of_a_chat(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(answering("x"))
-    items: list[Any] = [
-        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}, {"type": "input_text", "text": "you"}]},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}]},
-        {
-            "type": "message",
-            "id": "msg_1",
-            "role": "assistant",
-            "status": "completed",
-            "content": [{"type": "output_text", "text": "Wait", "annotations": [], "logprobs": []}],
-        },
-        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
-        {"type": "function_call_output", "call_id": "c1", "output": "2"},
-        {"role": "assistant", "content": "Two"},
-        {"role": "user", "content": "And?"},
-    ]
-    answer_of(frontend, False, input=items, instructions="S", tools=[TOOL], tool_choice="none")
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    messages = [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]},
-        {"role": "assistant", "content": "Wait", "reasoning": "T", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "2"},
-        {"role": "assistant", "content": "Two"},
-        {"role": "user", "content": "And?"},
-    ]
-    function = {name: TOOL[name] for name in ("name", "description", "parameters", "strict")}
-    tools = [{"type": "function", "function": function}]
-    frontend.post("/v1/chat/completions", {"messages": messages, "tools": tools, "tool_choice": "none"})
-    assert scheduler.request(0).token_ids == scheduler.request(1).token_ids
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_stored_response_is_continued(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
     scheduler.script(answering("Hello"))
     responses = frontend.client().responses
@@ -226,7 +178,6 @@ def test_pages_of_input_items(frontend: Frontend, scheduler: ScriptedScheduler) 
         input_items.list(id, after="m")
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_response_that_is_not_stored_is_not_found(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
 ) -> None:

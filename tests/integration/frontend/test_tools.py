@@ -146,20 +146,6 @@ def test_content_with_calls_and_with_at_most_one_call(spoken: Any) -> None:
         assert choice.finish_reason == "tool_calls"
 
 
-def test_unfinished_call_is_content(spoken: Any) -> None:
-    frontend, scheduler, spelled = spoken
-    cut = spelled[: spelled.index("Köln")]
-    scheduler.script(answering(cut, reason=FinishReason.LENGTH))
-    answer = whole(frontend, tools=TOOLS)
-    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (cut, None, "length")
-    with frontend.client() as client:
-        chunks = list(client.chat.completions.create(model="demo", messages=ASK, tools=TOOLS, stream=True))
-    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-    assert cut.endswith("".join(delta.function.arguments for delta in deltas)), "returned parts stay"
-    assert deltas[0].function.name == "get_weather"
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
 def test_each_of_several_choices_has_its_own_calls(spoken: Any) -> None:
     frontend, scheduler, spelled = spoken
 
@@ -293,19 +279,6 @@ def test_reasoning_is_omitted_on_request_and_counted(pair: tuple[Frontend, Scrip
     assert json.loads(last[6:])["usage"] == usage
 
 
-def test_token_ids_are_complete_though_the_text_is_parsed(pair: tuple[Frontend, ScriptedScheduler]) -> None:
-    frontend, scheduler = pair
-    scheduler.script(answering(ARGUMENTS))
-    body = {"messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "return_token_ids": True}
-    answer = frontend.post("/v1/chat/completions", body).json()["choices"][0]
-    assert answer["token_ids"] == ids_of(ARGUMENTS)
-    response = frontend.post("/v1/chat/completions", {**body, "stream": True})
-    events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
-    ids = [token for event in events for token in event["choices"][0].get("token_ids") or []]
-    assert ids == ids_of(ARGUMENTS)
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_content_and_calls_have_the_declared_fields(spoken: Any, stream: bool) -> None:
     frontend, scheduler, spelled = spoken
     scheduler.script(answering(f"<think>Where?</think>Sure. {spelled}"))
@@ -342,8 +315,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [CLOCK, CLOCK]}, "tools", "two tools are named 'now'"),
     ({"tools": [taking({"enum": ["x" * 300_000]})], "tool_choice": "required"}, "tools", "characters"),
     ({"tools": [taking(json.loads('{"not":' * 100 + "{}" + "}" * 100))], "tool_choice": "required"}, "tools", "deeply"),
-    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "chat_template"),
-    ({"chat_template_kwargs": {"thinking": "x" * 70_000}}, "chat_template_kwargs", "thinking"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages", "function"),
 ]
 
@@ -385,22 +356,6 @@ def test_auto_needs_a_format_and_a_flag_but_required_calls_need_neither(
         scheduler.script(answering(ARGUMENTS))
         asked = {"model": "demo", "messages": ASK, "tools": TOOLS, "tool_choice": NAMED}
         assert calls_of(client.chat.completions.create(**asked).choices[0]) == [("get_weather", ARGUMENTS)]
-
-
-def test_template_with_a_tool_use_variant(tmp_path: Path) -> None:
-    for file in DEMO_MODEL.iterdir():
-        if file.name != "tokenizer_config.json":
-            (tmp_path / file.name).symlink_to(file)
-    config = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
-    variants = {"default": "plain:{{ messages[0].content }}", "tool_use": "tools:{{ tools[0].function.name }}"}
-    config["chat_template"] = [{"name": name, "template": text} for name, text in variants.items()]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with scripted(model=str(tmp_path), tokenizer=str(tmp_path)) as (frontend, scheduler):
-        scheduler.script(answering("{}"))
-        frontend.post("/v1/chat/completions", {"messages": ASK})
-        frontend.post("/v1/chat/completions", {"messages": ASK, "tools": TOOLS, "tool_choice": "none"})
-        prompts = [prompt_of(scheduler.request(index)) for index in range(2)]
-    assert prompts == [f"plain:{ASK[0]['content']}", "tools:get_weather"]
 
 
 def test_markers_that_are_special_tokens_are_parsed_and_eos_is_not_shown(tmp_path: Path) -> None:

@@ -43,7 +43,6 @@ def traced() -> Iterator[Traced]:
         yield *pair, collected
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_each_choice_has_its_phases_below_the_request(traced: Traced, stream: bool) -> None:
     frontend, scheduler, collected = traced
     scheduler.script(answering("secret answer", times=TIMES, num_cached_tokens=1))

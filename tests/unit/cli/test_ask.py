@@ -6,7 +6,6 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ import certifi
 import pytest
 
 from tests.certificates import AUTHORITY, CERTIFICATE, KEY, TLS
-from tests.http_server import http_server
+from tests.http_server import Handler, http_server
 from tests.unit.cli.command import run_command
 
 ANSWERS = {"/page": b"<html>", "/list": b"[1]", "/other": b'{"version": "1"}', "/binary": b"\xff\xfe"}
@@ -38,28 +37,17 @@ TWO_ENGINES = {
 NOT_SERVED = b'{"error": {"message": "GET /x is not served here; /openapi.json lists all routes"}}'
 
 
-class _OtherProgram(BaseHTTPRequestHandler):
+class _OtherProgram(Handler):
     keys: ClassVar[list[str | None]] = []
 
-    def do_GET(self) -> None:
+    def answer(self) -> None:
         self.keys.append(self.headers["authorization"])
         if self.path.startswith("/moved/"):
-            self.send_response(302)
-            self.send_header("Location", self.path.removeprefix("/moved"))
-            self.end_headers()
+            self.reply(302, location=self.path.removeprefix("/moved"))
             return
         path = "/" + self.path.split("/")[1]
         served = TWO_ENGINES.get(self.path) or ANSWERS.get(path)
-        body = served or REFUSALS.get(path, NOT_SERVED)
-        self.send_response(200 if served else 404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_POST = do_GET  # noqa: N815  the name that http.server calls
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+        self.reply(200 if served else 404, served or REFUSALS.get(path, NOT_SERVED))
 
 
 @pytest.fixture(scope="module")

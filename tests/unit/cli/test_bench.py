@@ -1,16 +1,16 @@
 """The load generator against a stub of an OpenAI server that records its requests."""
 
-import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from services.cli.ask import NoAnswer, ServerAddress, ask_object
 from services.cli.bench import bench
@@ -19,6 +19,7 @@ from services.cli.bench.metrics import summarize
 from services.cli.bench.report import CHART_HEIGHT, charts, report
 from services.cli.settings import ConfigurationError
 from services.config import BenchConfig
+from tests.http_server import Handler, http_server
 
 
 @dataclass
@@ -33,75 +34,61 @@ class StubServer:
     keys: set[str | None] = field(default_factory=set)
     max_open: int = 0
     _open: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "stub"}]})
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        self.keys.add(request.headers.get("Authorization"))
-        self._open += 1
-        self.max_open = max(self.max_open, self._open)
-        try:
-            return await self._answer(
-                request, body["max_tokens"], len(self.bodies) % self.per_failure == 0 and self.failing
-            )
-        finally:
+    @contextmanager
+    def open(self, body: dict[str, Any]) -> Iterator[str]:
+        """Count a completion. Yield how it fails; "": it does not."""
+        with self._lock:
+            self.bodies.append(body)
+            fails = len(self.bodies) % self.per_failure == 0
+            self._open += 1
+            self.max_open = max(self.max_open, self._open)
+        yield self.failing if fails else ""
+        with self._lock:
             self._open -= 1
 
-    async def _answer(self, request: web.Request, tokens: int, failure: str) -> web.StreamResponse:
-        if failure == "refused":
-            return web.json_response({"error": {"message": "too busy"}}, status=429)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+
+class StubAPI(Handler):
+    stub: StubServer
+
+    def answer(self) -> None:
+        if self.command == "GET":
+            self.reply(200, b'{"data": [{"id": "stub"}]}')
+            return
+        self.stub.keys.add(self.headers["authorization"])
+        body = json.loads(self.body())
+        with self.stub.open(body) as failure:
+            if failure == "refused":
+                self.reply(429, b'{"error": {"message": "too busy"}}')
+            else:
+                self.send_response(200)
+                self.end_headers()
+                self._stream(body["max_tokens"], failure)
+
+    def _stream(self, tokens: int, failure: str) -> None:
         for index in range(tokens):
             if failure and index == tokens // 2:
-                if failure == "error event":
-                    await self._send(response, {"error": {"message": "engine died"}})
-                if failure == "no event":
-                    await self._send(response, "a text")
-                return response
-            await self._send(response, {"choices": [{"text": "x" * (index % 2)}]})  # some tokens have no text
-        await self._send(response, {"choices": [], "usage": {"completion_tokens": tokens}})
-        await response.write(b"data: [DONE]\n\n")
-        return response
+                if failure != "cut off":
+                    self._send({"error": {"message": "engine died"}} if failure == "error event" else "a text")
+                return
+            self._send({"choices": [{"text": "x" * (index % 2)}]})  # some tokens have no text
+        self._send({"choices": [], "usage": {"completion_tokens": tokens}})
+        self.wfile.write(b"data: [DONE]\n\n")
 
-    async def _send(self, response: web.StreamResponse, event: object) -> None:
+    def _send(self, event: object) -> None:
         """Send an event in two parts, the second one in time of its own."""
         data = f"data: {json.dumps(event)}\n\n".encode()
-        await response.write(data[:12])
-        await asyncio.sleep(0.001)
-        await response.write(data[12:])
+        self.wfile.write(data[:12])
+        time.sleep(0.001)
+        self.wfile.write(data[12:])
 
 
 @pytest.fixture
 def server() -> Iterator[StubServer]:
-    stub, loop, started = StubServer(), asyncio.new_event_loop(), threading.Event()
-
-    async def start() -> web.AppRunner:
-        app = web.Application()
-        app.add_routes([web.get("/v1/models", stub.models), web.post("/v1/completions", stub.completions)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        stub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        return runner
-
-    def serve() -> None:
-        runner = loop.run_until_complete(start())
-        started.set()
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    started.wait()
-    yield stub
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    stub = StubServer()
+    with http_server(type("OneStubAPI", (StubAPI,), {"stub": stub})) as stub.url:
+        yield stub
 
 
 def config(server: StubServer, **values: Any) -> BenchConfig:

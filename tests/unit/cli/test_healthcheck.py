@@ -1,6 +1,5 @@
 """Health checks against an HTTP server, a server of protocol.transport and connections of this machine."""
 
-import http.server
 import os
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from protocol.security import Security
 from protocol.transport import Server
 from services.cli.healthcheck import Unhealthy, healthcheck, main
 from services.cli.transport_keys import make_keys
-from tests.http_server import http_server
+from tests.http_server import Handler, http_server
 from tests.unit.protocol.peers import PATIENCE, echoing
 
 SHORT = 0.2
@@ -26,17 +25,12 @@ SHORT = 0.2
 
 @contextmanager
 def answering(status: int) -> Iterator[str]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status if self.path == "/readyz" else 404)
-            self.send_header("Location", "/elsewhere")
-            self.end_headers()
-            self.wfile.write(b'{"phase":\n"loading"}')
+    class Probe(Handler):
+        def answer(self) -> None:
+            found = status if self.path == "/readyz" else 404
+            self.reply(found, b'{"phase":\n"loading"}', location="/elsewhere")
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with http_server(Handler) as url:
+    with http_server(Probe) as url:
         yield f"{url}/readyz"
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from services.cli.run_batch.lines import BatchRefusal, BatchRequest, parse
 from services.cli.run_batch.requests import pause_of
-from tests.http_server import http_server
+from tests.http_server import Handler, http_server
 from tests.unit.cli.command import Done, run_command
 
 Capture = pytest.CaptureFixture[str]
@@ -22,17 +21,17 @@ def line(custom_id: str, url: str = "/v1/chat/completions", **more: Any) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": {}} | more)
 
 
-class Api(BaseHTTPRequestHandler):
+class Api(Handler):
     """Answers with the path and the body. The first request of "twice" is refused for load; "last" ends the server."""
 
     protocol_version = "HTTP/1.1"
     refused: set[str]
 
-    def do_GET(self) -> None:
-        self.reply(200, {"data": []})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+    def answer(self) -> None:
+        if self.command == "GET":
+            self.reply(200, b'{"data": []}')
+            return
+        body = json.loads(self.body())
         user = body.get("user", "")
         if user == "last":
             self.server.shutdown()
@@ -40,20 +39,10 @@ class Api(BaseHTTPRequestHandler):
             self.close_connection = True
         elif user == "twice" and user not in self.refused:
             self.refused.add(user)
-            self.reply(429, {})
+            self.reply(429, b"{}")
         else:
-            self.reply(404 if user == "missing" else 200, {"path": self.path, **body})
-
-    def reply(self, status: int, body: Any) -> None:
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.send_header("x-request-id", "r-1")
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        pass
+            answer = json.dumps({"path": self.path, **body}).encode()
+            self.reply(404 if user == "missing" else 200, answer, x_request_id="r-1")
 
 
 @contextmanager

@@ -71,10 +71,7 @@ EXITING = """
 note("up")
 sys.exit(0)
 """
-EXITING_WITH_9 = """
-note("up")
-sys.exit(9)
-"""
+EXITING_WITH_9 = EXITING.replace("0", "9")
 EXITING_ONCE_WITH_9 = (
     """
 if f"{name} up" not in open(journal).read():

@@ -77,19 +77,55 @@ def test_thoughts_calls_and_their_results_are_those_of_a_chat() -> None:
     assert ours == theirs
 
 
-def test_items_of_one_answer_are_one_message_until_text_follows_its_calls() -> None:
+def test_items_are_the_messages_of_a_chat() -> None:
+    """Items of one answer are one message, until text follows its calls."""
     items = [
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "S"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": text} for text in ("Hi", "you")]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "S"}]},
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "T"}]},
+        {
+            "type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+            "content": [{"type": "output_text", "text": "Wait", "annotations": [], "logprobs": []}],
+        },
         *[{"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"} for id in "12"],
+        {"type": "function_call_output", "call_id": "1", "output": "2"},
+        {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
+        {"role": "assistant", "content": "Done"},
+    ]  # fmt: skip
+    tool = {"name": "f", "description": "Adds.", "parameters": {"type": "object"}, "strict": False}
+    body = {"input": items, "instructions": "I", "tools": [{"type": "function", **tool}], "tool_choice": "none"}
+    said = [{"type": "text", "text": "Wait"}]
+    first, second, third = ({"id": id, "function": {"name": "f", "arguments": "{}"}} for id in "123")
+    plain = [
+        {"role": "system", "content": "I"},
+        {"role": "user", "content": [{"type": "text", "text": text} for text in ("Hi", "you")]},
+        {"role": "assistant", "content": said, "reasoning_content": "ST", "tool_calls": [first, second]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+        {"role": "assistant", "content": "", "tool_calls": [third]},
         {"role": "assistant", "content": "Done"},
     ]
-    calls = [{"id": id, "function": {"name": "f", "arguments": "{}"}} for id in "12"]
-    body = ResponsesRequest.model_validate({"input": items})
-    assert responses.messages_of(responses.input_items(body)) == [
-        {"role": "assistant", "content": "", "reasoning_content": "ST", "tool_calls": calls},
-        {"role": "assistant", "content": "Done"},
-    ]
+    given = {"messages": plain, "tools": [{"type": "function", "function": tool}], "tool_choice": "none"}
+    chats = responses.chat_request(ResponsesRequest.model_validate(body), []), ChatRequest.model_validate(given)
+    ours, theirs = (chat.model_dump(include=given.keys(), exclude_unset=True) for chat in chats)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+def test_form_and_effort_are_those_of_a_chat(kind: str) -> None:
+    schema = {"schema": {"type": "object"}} if kind == "json_schema" else {}
+    format, effort = {"type": kind, **schema}, {"effort": "low"}
+    item = {"input": "x", "text": {"format": {"name": "s", "strict": True, **format}}, "reasoning": effort}
+    chats = [responses.chat_request(ResponsesRequest.model_validate(item), [])]
+    for fields in ({"output_config": {"format": format, **effort}}, {"output_format": format, "output_config": effort}):
+        message = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "thinking": {"type": "disabled"}}
+        if kind == "json_schema":
+            chats.append(anthropic.chat_request(MessagesRequest.model_validate(message | fields)))
+            assert chats[-1].chat_template_kwargs == {"enable_thinking": False}
+    for chat in chats:
+        assert chat.response_format is not None
+        assert (chat.response_format.type, chat.reasoning_effort) == (kind, "low")
+        given = chat.response_format.json_schema
+        assert (given.schema_ if given is not None else None) == schema.get("schema")
 
 
 def test_images_of_the_user_and_of_tools_are_those_of_a_chat() -> None:

@@ -84,12 +84,8 @@ def test_header_lists_few_harmless_names(caplog: pytest.LogCaptureFixture) -> No
     assert "cookie" not in line
 
 
-def test_null_is_not_worth_a_notice() -> None:
-    assert ignored(completion(nonsense=None)) == []
-
-
 def test_modes(caplog: pytest.LogCaptureFixture) -> None:
-    assert ignored(completion(nonsense=1), "ignore") == []
+    assert ignored(completion(nonsense=1), "ignore") == ignored(completion(nonsense=None), "refuse") == []
     assert caplog.messages == []
     for body, name, param in (
         (completion(nonsense=1), "nonsense", "nonsense"),
@@ -172,6 +168,7 @@ def test_neutral_values_are_accepted_by_every_route(kind: type[OpenObject]) -> N
     ("kind", "name", "value", "hint"),
     [
         (CompletionRequest, "max_completion_tokens", 5, "use max_tokens"),
+        (CompletionRequest, "guided_json", {}, r"the value \{\}; use structured_outputs\.json"),
         (ResponsesRequest, "max_tokens", 5, "use max_output_tokens"),
         (ResponsesRequest, "response_format", {"type": "json_object"}, "use text.format"),
         (MessagesRequest, "stop", "x", "use stop_sequences"),
@@ -188,11 +185,6 @@ def test_refused_parameter_is_answered_with_its_name_here(
 def test_counting_tokens_ignores_what_a_message_serves() -> None:
     body = CountTokensRequest.model_validate({**HELLO, "temperature": 0.5, "max_tokens": 5})
     assert ignored(body) == ["temperature", "max_tokens"]
-
-
-def test_refusal_names_the_replacement() -> None:
-    with pytest.raises(APIError, match=r"the value \{\}; use structured_outputs\.json"):
-        ignored(completion(guided_json={}))
 
 
 def test_parameters_that_change_no_answer_are_accepted() -> None:

@@ -246,7 +246,7 @@ def test_eos_ids_beyond_the_logits_are_dropped() -> None:
         {"max_tokens": 1.5}, {"max_tokens": 2**40}, {"stop": ["x"] * 17}, {"stop": "x" * 257}, {"prompt": [-1]},
         {"prompt": [2**31]}, {"prompt": ["x"] * 65}, {"prompt": [[1], "x"]}, {"prompt": {"a": 1}}, {"prompt": None},
         {"seed": 2**64}, {"stop_token_ids": list(range(129))}, {"priority": 2**30}, {"stream": "yes"}, {"min_p": 2},
-        {"stream_options": {"include_usage": "x"}}, {"cache_salt": "x" * 257},
+        {"stream_options": {"include_usage": "x"}}, {"cache_salt": "x" * 257}, {"top_k": 2**31}, {"max_tokens": "4"},
     ],
 )  # fmt: skip
 def test_schema_bounds_every_field(body: dict[str, object]) -> None:

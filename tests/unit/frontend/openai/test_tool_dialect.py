@@ -123,6 +123,14 @@ def test_finish_reason_of_an_answer_cut_off_after_a_call_is_length() -> None:
     assert len(whole["message"]["tool_calls"]) == 1
 
 
+def test_call_that_is_cut_off_is_content_of_a_whole_answer_and_its_returned_part_stays_in_a_stream() -> None:
+    cut = Chunk(CALL[: CALL.index("1")], finish="length")
+    whole, (streamed,) = dialect().choice(0, cut), dialect().deltas(0, cut)
+    assert of_whole(whole["message"]) == {"content": cut.text, "reasoning": None, "calls": []}
+    assert joined([streamed])["calls"] == [("f", '{"a": ')]
+    assert whole["finish_reason"] == streamed["finish_reason"] == "length"
+
+
 def test_every_format_lists_its_markers() -> None:
     """The list decides whether special tokens stay in the text."""
     assert all(parser.markers for parser in FORMATS.values())

@@ -11,7 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from services.checkpoint import DEMO_MODEL
+from services.config import FrontendConfig
 from services.frontend.errors import APIError
+from services.frontend.model import ServedModel
 from services.frontend.openai.prompts.conversation import conversation
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.templates.chat_template import ChatTemplate, find_template
@@ -254,6 +256,10 @@ def test_template_for_tools_is_found_and_used(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": variants}))
     assert find_template(tmp_path, None, "tool_use") == "T"
     assert find_template(tmp_path, "own.jinja", "tool_use") is None
+    (tmp_path / "tokenizer.json").symlink_to(DEMO_MODEL / "tokenizer.json")
+    model = ServedModel.load(FrontendConfig(model=str(DEMO_MODEL), tokenizer=str(tmp_path)))
+    bodies = (ChatRequest.model_validate(BODIES[name]) for name in ("tools", "no tools"))
+    assert [model.template.render(conversation(body)) for body in bodies] == ["T", "D"]
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("F")
     assert find_template(tmp_path, None, "tool_use") == "F"

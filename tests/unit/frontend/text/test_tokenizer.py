@@ -12,13 +12,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
 
 from services.checkpoint import DEMO_MODEL, CheckpointError
-from services.frontend.text.detokenizer import (
-    ByteLevelDetokenizer,
-    Detokenizer,
-    WindowDetokenizer,
-    WordDetokenizer,
-    WordVocabulary,
-)
+from services.frontend.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from services.frontend.text.tokenizer import Tokenizer
 
 BYTE_LEVEL = Tokenizer(DEMO_MODEL)
@@ -93,7 +87,7 @@ def test_added_tokens_are_written_as_they_are(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ours = Tokenizer(tmp_path)
     ids = [token for text in added for token in (tokenizer.token_to_id(text), SINGLE_BYTES[200])]
-    assert isinstance(ours.detokenizer([]), ByteLevelDetokenizer)
+    assert isinstance(ours.detokenizer([]), ByteDetokenizer)
     assert "".join(detokenize(ours, [], ids)) == ours.decode(ids)
 
 
@@ -110,30 +104,16 @@ def test_byte_fallback_accepts_any_tokens(byte_fallback: Tokenizer, ids: list[in
     assert len("".join(detokenize(byte_fallback, [], ids))) <= len(ids) * 6
 
 
-WORDS = st.integers(258, 264)
+WORDS_AND_SPECIAL = st.lists(st.sampled_from([1, 2, *range(259, 265)]), max_size=12)
 
 
-@given(
-    st.lists(st.integers(0, 264), max_size=12),
-    st.lists(st.one_of(WORDS, WORDS, WORDS, st.integers(0, 264)), max_size=60),
-)
-def test_texts_of_words_equal_those_of_windows(byte_fallback: Tokenizer, prompt: list[int], ids: list[int]) -> None:
-    assert isinstance(byte_fallback.detokenizer(prompt), WordDetokenizer)
-    assert detokenize(byte_fallback, prompt, ids) == in_windows(byte_fallback, prompt, ids)
-
-
-def test_words_are_not_decoded_again(byte_fallback: Tokenizer) -> None:
-    decoded: list[list[int]] = []
-
-    def decode(ids: list[int]) -> str:
-        decoded.append(list(ids))
-        return byte_fallback.decode(ids)
-
-    stream = WordDetokenizer(decode, [], WordVocabulary(byte_fallback.name, added=frozenset({1, 2})))
-    decoded.clear()
-    text = "".join(map(stream.push, byte_fallback.encode("ab a", add_special_tokens=False) * 100))
-    assert text.startswith("ab a ab a")
-    assert len(decoded) == 2, "only the first word is"
+@given(WORDS_AND_SPECIAL, WORDS_AND_SPECIAL)
+def test_a_space_is_stripped_at_the_beginning_of_a_text_alone(
+    byte_fallback: Tokenizer, prompt: list[int], ids: list[int]
+) -> None:
+    assert isinstance(byte_fallback.detokenizer(prompt), ByteDetokenizer)
+    whole, before = byte_fallback.decode(prompt + ids), byte_fallback.decode(prompt)
+    assert "".join(detokenize(byte_fallback, prompt, ids)) == whole[len(before) :]
 
 
 def test_answer_does_not_complete_the_last_character_of_the_prompt() -> None:
