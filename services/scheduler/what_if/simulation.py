@@ -168,10 +168,11 @@ class WhatIf:
             self._open[key] = request
             self._requests += 1
             self.core.add(request.frontend, request.message)
-            if key not in self.core.requests:
+            if (added := self.core.requests.get(key)) is None:
                 del self._open[key]
                 self.measurements.num_refused += 1
                 return
+            added.block_hashes = [*request.blocks]
             if request.message.structured is not None:
                 *_, ticket = self.core.store.compiling.by_ticket
                 self._at(
