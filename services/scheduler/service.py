@@ -28,7 +28,6 @@ from protocol.requests import (
     EnginePhase,
     Finish,
     FinishReason,
-    FrontendAlive,
     GenerateRequest,
     RequestOutputs,
 )
@@ -48,7 +47,7 @@ from services.scheduler.engine_state import GAUGE_INTERVAL, StateReports
 from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
-from services.scheduler.leases import Leadership, Leases
+from services.scheduler.leadership import Leadership
 from services.scheduler.listeners import make_listeners
 from services.scheduler.membership import (
     Ended,
@@ -91,7 +90,6 @@ class Service:
         """
         self.config = config
         self.incarnation = incarnation
-        self.leases = Leases(config.scheduler_timeout_seconds)
         self._alarm = alarm
         self._leadership = Leadership(config.scheduler_timeout_seconds, time.monotonic())
         self._structured = structured
@@ -194,9 +192,7 @@ class Service:
     # -- in ------------------------------------------------------------------------------------------------------
 
     def _read_clients(self) -> None:
-        now = time.monotonic()
         for client, message in self.frontends.receive():
-            self.leases.renew(client, now)
             try:
                 self._on_client_message(client, message)
             except ProtocolError as error:
@@ -206,8 +202,6 @@ class Service:
         match message:
             case Hello():
                 self.frontends.send_state(client, self._reports.state(self._status(), self._started, self.engine))
-            case FrontendAlive():
-                self.leases.grant(client, time.monotonic())
             case Subscribe(steps=steps, cached_blocks=cached_blocks):
                 self._subscriptions.set(client, steps)
                 self._cached_blocks.set(client, cached_blocks)
@@ -403,8 +397,7 @@ class Service:
             self._leadership.on_sign_of_life(now)
             self._alarm.set()
             self.workers.beat(self.group.on_sign_of_life(), self._ranks)
-            for frontend in self.leases.expired(now):
-                self.frontends.forget(frontend, "it has sent no sign of life")
+            self.frontends.end_leases(now - self.config.scheduler_timeout_seconds)
         if self._reports.is_due(now, self._status(), self.engine) or due:
             self._report_state()
 
@@ -412,7 +405,6 @@ class Service:
         self.frontends.send_state_to_all(self._reports.report(self._status(), self._started, self.engine))
 
     def _drop_frontend(self, frontend: int) -> None:
-        self.leases.end(frontend)
         if self.engine is not None and (aborted := self.engine.drop_frontend(frontend)):
             log.warning("%d requests of frontend %d were aborted", aborted, frontend)
         self._subscriptions.set(frontend, subscribed=False)

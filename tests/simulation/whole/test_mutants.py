@@ -11,7 +11,7 @@ from services.frontend.engine.ledger import Holder, LedgerEntry, RequestLedger
 from services.frontend.placement import Placement
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.io.frontends import FrontendConnections
-from services.scheduler.leases import Leadership
+from services.scheduler.leadership import Leadership
 from services.worker.kv_memory import BlockNames
 from services.worker.session import Session
 from tests.simulation.faults import Fault, FaultList

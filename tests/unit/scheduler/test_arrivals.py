@@ -1,9 +1,9 @@
-"""The order of arrival, and the rights and duties that end with silence."""
+"""The order of arrival, and the leadership that ends with silence."""
 
 import sys
 
 from services.scheduler.core.request import make_order_key
-from services.scheduler.leases import Leadership, Leases
+from services.scheduler.leadership import Leadership
 
 
 def test_older_requests_come_first_and_all_before_new_ones() -> None:
@@ -33,14 +33,3 @@ def test_a_scheduler_whose_socket_was_replaced_has_lost_its_place() -> None:
     why = leadership.lost(1000.0, replaced=True)
     assert why is not None
     assert "another scheduler" in why
-
-
-def test_a_lease_ends_without_a_sign_of_life_and_is_renewed_by_any_message() -> None:
-    leases = Leases(10.0)
-    leases.renew(1, 0.0)  # it has never sent a sign of life
-    leases.grant(2, 0.0)
-    leases.grant(3, 0.0)
-    leases.renew(3, 5.0)
-    assert leases.expired(12.0) == [2]
-    leases.end(2)
-    assert leases.expired(12.0) == []
