@@ -37,7 +37,7 @@ from protocol.suspects import SUSPECT_AFTER
 from services.checkpoint.gguf import forget_headers
 from services.config import SchedulerConfig
 from services.process import HANG_FACTOR, NO_ALARM, STARTED, HangAlarm, end_start_up, start_log, stop_signals
-from services.scheduler.build import CoreListener, CoreStart, build_core
+from services.scheduler.build import CoreFactory, CoreListener, CoreStart
 from services.scheduler.cache_control import CacheControl
 from services.scheduler.cached_blocks import CachedBlockReports
 from services.scheduler.capabilities import Combination
@@ -60,7 +60,7 @@ from services.scheduler.membership import (
     StepSize,
     WorkerGroup,
 )
-from services.scheduler.policies import BatchingPolicy, make_policy
+from services.scheduler.policies import BatchingPolicy
 from services.scheduler.structured_output import StructuredOutput
 from services.scheduler.subscriptions import Subscriptions
 from services.scheduler.tier_reports import TierReports
@@ -97,6 +97,7 @@ class Service:
         self.workers = WorkerConnections(config.worker_endpoint, config.security)
         # A tokenizer of its own is not that of the model.
         self.group = WorkerGroup(config, incarnation, "" if config.tokenizer else structured.tokenizer)
+        self._factory = CoreFactory(config)
         self.engine: EngineCore | None = None
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: no step may be dispatched."""
@@ -325,7 +326,7 @@ class Service:
         self._subscriptions.start_epoch(started.peers)
         c, limits = self.config, started.limits
         try:
-            policy = make_policy(c, limits)
+            policy = self._factory.policy(limits)
         except ValueError as error:
             self.group.fail(str(error), time.monotonic())
             return
@@ -351,7 +352,7 @@ class Service:
             compiler.set_vocab_size(vocab_size)
         mask_maker, backend = self._structured.mask_thread or INLINE_MASKS, self.group.backend
         start = CoreStart(started.limits, started.epoch, vocab_size, hidden_size, compiler, mask_maker, backend)
-        self.engine = build_core(self.config, start, policy)
+        self.engine = self._factory.core(start, policy)
         for listener in self._listeners:
             listener.attach(self.engine, start)
         forget_headers()

@@ -12,53 +12,18 @@ from msgspec.structs import replace
 from protocol.codec import ProtocolError, pack, unpack
 from protocol.requests import FinishReason
 from protocol.steps import ModelRunnerOutput
-from services.config import SchedulerConfig
-from services.scheduler.build import CoreStart, build_core
+from services.scheduler.build import CoreFactory, CoreStart
 from services.scheduler.core import observer as events
-from services.scheduler.core.drafting import Drafting, drafting_from_config
-from services.scheduler.core.engine import EngineCore, StallError
+from services.scheduler.core.engine import StallError
 from services.scheduler.core.ledger import InflightStep
-from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.grammar import INLINE_MASKS, Compiler, MaskMaker
-from services.scheduler.policies import BatchingPolicy, make_policy
+from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.recording import stand_ins
 from services.scheduler.recording.conversion import Converter
 from services.scheduler.recording.grammar import RecordedCompiler, RecordedGrammar, RecordedMaskMaker
-from services.scheduler.recording.records import (
-    AppliedRecord,
-    ArrivalRecord,
-    MaskRecord,
-    OutcomeRecord,
-    PlanRecord,
-    RecordingHeader,
-)
+from services.scheduler.recording.records import AppliedRecord, ArrivalRecord, MaskRecord, OutcomeRecord, PlanRecord
 from services.scheduler.recording.segments import EventRecording, RecordingError
 from services.scheduler.recording.settings import settings_of
-
-
-@dataclass(frozen=True)
-class ProductionCore:
-    """Makes the core of a replay, for the settings of a header."""
-
-    header: RecordingHeader
-
-    @property
-    def config(self) -> SchedulerConfig:
-        """Raises: RecordingError"""
-        return settings_of(self.header)
-
-    def policy(self, limits: Limits) -> BatchingPolicy:
-        """Return the batching policy of an epoch."""
-        return make_policy(self.config, limits)
-
-    def drafting(self) -> Drafting:
-        return drafting_from_config(self.config.speculative_config)
-
-    def core(self, compiler: Compiler | None, mask_maker: MaskMaker) -> EngineCore:
-        h = self.header
-        start = CoreStart(h.limits, h.epoch, h.vocab_size, h.hidden_size, compiler, mask_maker)
-        return build_core(self.config, start, self.policy(h.limits))
 
 
 @dataclass
@@ -117,24 +82,23 @@ def _epoch(turns: Iterator[Turn]) -> Iterator[Turn]:
 class Replay:
     """One replay. `core` is the production core with the recorded settings."""
 
-    def __init__(self, recording: EventRecording, factory: ProductionCore | None = None) -> None:
+    def __init__(self, recording: EventRecording, factory: CoreFactory | None = None) -> None:
         """
         Args:
-            factory: None: the production core with the recorded settings.
+            factory: None: that of the recorded settings.
 
         Raises:
-            RecordingError: also if there is no start to replay from.
+            RecordingError: this release does not have the recorded settings.
             ValueError: the recorded policy cannot be used.
         """
-        header = recording.header
-        self._recording, self._header = recording, header
-        self._factory = factory or ProductionCore(header)
-        self._converter = Converter(header.has_tokens)
+        self._recording, self._header = recording, (h := recording.header)
+        self._factory = factory or CoreFactory(settings_of(h))
+        self._converter = Converter(h.has_tokens)
         self._decisions: list[events.Decision] = []
         self.num_plans = self.num_events = 0
-        self.core = self._factory.core(
-            RecordedCompiler() if header.compiles else None, RecordedMaskMaker() if header.late_masks else INLINE_MASKS
-        )
+        compiler = RecordedCompiler() if h.compiles else None
+        masks = RecordedMaskMaker() if h.late_masks else INLINE_MASKS
+        self.core = self._factory.core(CoreStart(h.limits, h.epoch, h.vocab_size, h.hidden_size, compiler, masks))
         self.core.observers.add(self)
 
     def observe(self, event: events.Event) -> None:
@@ -145,7 +109,10 @@ class Replay:
     # -- turns ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Difference | None:
-        """Replay everything from the first start. Return the first difference, or None."""
+        """Replay everything from the first start. Return the first difference, or None.
+
+        Raises: RecordingError, also if there is no start.
+        """
         (turns,) = tee(turns_of(self._recording.records_from_start()), 1)
         for number, turn in enumerate(turns):
             error = self._replay(turn, turns)
