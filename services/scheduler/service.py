@@ -110,7 +110,7 @@ class Service:
         self._reports = StateReports(config, incarnation, self.group, structured, self._tiers)
         self._next_sign = self._next_check = 0.0
         self._subscriptions = Subscriptions(config.step_trace)
-        self._cached_blocks = CachedBlockReports()
+        self.cached_blocks = CachedBlockReports()
         self._listeners: tuple[CoreListener, ...] = (*make_listeners(config, incarnation), self._subscriptions)
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Service:
                 self.frontends.send_state(client, self._reports.state(self._status(), self._started, self.engine))
             case Subscribe(steps=steps, cached_blocks=cached_blocks):
                 self._subscriptions.set(client, steps)
-                self._cached_blocks.set(client, cached_blocks)
+                self.cached_blocks.set(client, cached_blocks)
             case ControlCache():
                 started = self._started if self._ranks else None
                 answer = self._cache_control.handle(client, message, self.engine, started)
@@ -385,7 +385,7 @@ class Service:
             for frontend in frontends:
                 self.frontends.send_if_connected(frontend, records)
         if self.engine is not None:
-            for frontend, changes in self._cached_blocks.take(now, self.engine.epoch.kv):
+            for frontend, changes in self.cached_blocks.take(now, self.engine.epoch.kv):
                 self.frontends.send_if_connected(frontend, changes)
 
     def _send_state(self) -> None:
@@ -409,7 +409,7 @@ class Service:
         if self.engine is not None and (aborted := self.engine.drop_frontend(frontend)):
             log.warning("%d requests of frontend %d were aborted", aborted, frontend)
         self._subscriptions.set(frontend, subscribed=False)
-        self._cached_blocks.set(frontend, subscribed=False)
+        self.cached_blocks.set(frontend, subscribed=False)
 
     def _dispatch(self, engine: EngineCore) -> None:
         with contextlib.closing(engine.dispatch()) as messages:

@@ -249,6 +249,7 @@ class SimulatedEngine:
         frontends, workers = service.frontends.peers, service.workers.by_name
         assert len(frontends) == num_frontends, f"{len(frontends)} frontends"
         assert all(frontend.heard is not None for frontend in frontends.values()), "a frontend has no lease"
+        assert service.cached_blocks.next_message.keys() <= frontends.keys(), "a lost frontend follows the cache"
         assert len(workers) == len(self.workers), f"{len(workers)} workers"
         assert incarnation_of(service.group.epoch) == service.incarnation
         assert service.group.status.phase is EnginePhase.READY
