@@ -96,7 +96,7 @@ def test_frontends_that_left_use_up_no_room(frontends: Frontends, monkeypatch: p
         assert not frontends.connections.peers
 
 
-def test_a_lease_ends_without_a_sign_of_life_and_any_message_renews_it(frontends: Frontends) -> None:
+def test_a_lease_ends_in_silence_and_any_message_renews_it(frontends: Frontends) -> None:
     """The first frontend has never sent a sign of life, and has no lease."""
     _, silent, renewed = clients = [frontends.connect() for _ in range(3)]
     for client in (silent, renewed):
