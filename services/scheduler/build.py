@@ -1,9 +1,9 @@
-"""Construction and restart of the core from a configuration, for the service and for replays."""
+"""Construction of the core from a configuration, for the service and for replays."""
 
 from typing import NamedTuple
 
 from services.config import SchedulerConfig
-from services.scheduler.core.drafting import drafting_from_config
+from services.scheduler.core.drafting import Drafting, drafting_from_config
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.grammar import INLINE_MASKS, Compiler, MaskMaker
@@ -40,30 +40,34 @@ class CoreListener:
         """Write or publish what is left."""
 
 
-def build_core(config: SchedulerConfig, start: CoreStart, policy: BatchingPolicy) -> EngineCore:
-    """Return a core for the workers of its first epoch.
+class CoreFactory:
+    """Makes the core, and what its epochs and restarts begin with, from a configuration."""
 
-    Args:
-        policy: made from the same configuration (`make_policy`).
-    """
-    return EngineCore(
-        start.limits,
-        policy,
-        config.depth,
-        start.vocab_size,
-        epoch=start.epoch,
-        drafting=drafting_from_config(config.speculative_config),
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        max_num_queued_tokens=config.max_num_queued_tokens,
-        max_queue_seconds=config.max_queue_seconds,
-        use_priority=config.scheduling_policy == "priority",
-        compiler=start.compiler,
-        mask_maker=start.mask_maker,
-        hidden_size=start.hidden_size,
-    )
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
 
+    def policy(self, limits: Limits) -> BatchingPolicy:
+        """Return the batching policy of an epoch. Raises: as `make_policy`"""
+        return make_policy(self._config, limits)
 
-def restart_core(core: EngineCore, config: SchedulerConfig) -> None:
-    """Restart an empty core, so that a recording can begin here."""
-    point = core.restart_point()
-    core.restart(point, make_policy(config, point.limits), drafting_from_config(config.speculative_config))
+    def drafting(self) -> Drafting:
+        return drafting_from_config(self._config.speculative_config)
+
+    def core(self, start: CoreStart, policy: BatchingPolicy | None = None) -> EngineCore:
+        """`policy`: that of the first epoch; None: it is made, too. Raises: as `policy`"""
+        c = self._config
+        return EngineCore(
+            start.limits,
+            policy or self.policy(start.limits),
+            c.depth,
+            start.vocab_size,
+            epoch=start.epoch,
+            drafting=self.drafting(),
+            max_num_queued_reqs=c.max_num_queued_reqs,
+            max_num_queued_tokens=c.max_num_queued_tokens,
+            max_queue_seconds=c.max_queue_seconds,
+            use_priority=c.scheduling_policy == "priority",
+            compiler=start.compiler,
+            mask_maker=start.mask_maker,
+            hidden_size=start.hidden_size,
+        )

@@ -22,7 +22,7 @@ class CachedBlockReports:
     """Names of cached blocks as frontends know them, and the messages that keep them up to date."""
 
     def __init__(self) -> None:
-        self._next: dict[int, int] = {}
+        self.next_message: dict[int, int] = {}
         """Frontend -> number of its next message."""
         self._reported: list[bytes | None] = []
         """Name of each block as it was reported last."""
@@ -33,10 +33,10 @@ class CachedBlockReports:
     def set(self, frontend: int, subscribed: bool) -> None:
         """Begin or end a subscription; one that there is goes on."""
         if subscribed:
-            self._next.setdefault(frontend, 0)
+            self.next_message.setdefault(frontend, 0)
         else:
-            self._next.pop(frontend, None)
-        if not self._next:
+            self.next_message.pop(frontend, None)
+        if not self.next_message:
             self._reported = []
 
     def take(self, now: float, kv: KVCacheManager) -> Iterator[tuple[int, CachedBlocks]]:
@@ -45,20 +45,20 @@ class CachedBlockReports:
         Args:
             now: monotonic seconds.
         """
-        if not self._next or now < self._due:
+        if not self.next_message or now < self._due:
             return
         count, group = kv.pool.num_blocks, kv.emitted_group
         self._due = now + PASS_SECONDS * min(1.0, PART / count)
         if len(self._reported) != count:  # of another epoch, or nobody has followed it
             self._reported, self._at = [None] * count, 0
-            self._next = dict.fromkeys(self._next, 0)
+            self.next_message = dict.fromkeys(self.next_message, 0)
         changes = self._compare(kv)
-        for frontend, number in self._next.items():
+        for frontend, number in self.next_message.items():
             messages = [changes] if number and any(changes) else [] if number else self._everything()
             for stored, removed in messages:
                 yield frontend, CachedBlocks(number, _column(stored, group), _column(removed, group))
                 number += 1
-            self._next[frontend] = number
+            self.next_message[frontend] = number
 
     def _compare(self, kv: KVCacheManager) -> tuple[list[bytes], list[bytes]]:
         """Return the names that are new in a part of the blocks, and those that are gone. Of several groups, one is

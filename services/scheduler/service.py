@@ -28,7 +28,6 @@ from protocol.requests import (
     EnginePhase,
     Finish,
     FinishReason,
-    FrontendAlive,
     GenerateRequest,
     RequestOutputs,
 )
@@ -38,7 +37,7 @@ from protocol.suspects import SUSPECT_AFTER
 from services.checkpoint.gguf import forget_headers
 from services.config import SchedulerConfig
 from services.process import HANG_FACTOR, NO_ALARM, STARTED, HangAlarm, end_start_up, start_log, stop_signals
-from services.scheduler.build import CoreListener, CoreStart, build_core
+from services.scheduler.build import CoreFactory, CoreListener, CoreStart
 from services.scheduler.cache_control import CacheControl
 from services.scheduler.cached_blocks import CachedBlockReports
 from services.scheduler.capabilities import Combination
@@ -48,7 +47,7 @@ from services.scheduler.engine_state import GAUGE_INTERVAL, StateReports
 from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
-from services.scheduler.leases import Leadership, Leases
+from services.scheduler.leadership import Leadership
 from services.scheduler.listeners import make_listeners
 from services.scheduler.membership import (
     Ended,
@@ -61,7 +60,7 @@ from services.scheduler.membership import (
     StepSize,
     WorkerGroup,
 )
-from services.scheduler.policies import BatchingPolicy, make_policy
+from services.scheduler.policies import BatchingPolicy
 from services.scheduler.structured_output import StructuredOutput
 from services.scheduler.subscriptions import Subscriptions
 from services.scheduler.tier_reports import TierReports
@@ -91,7 +90,6 @@ class Service:
         """
         self.config = config
         self.incarnation = incarnation
-        self.leases = Leases(config.scheduler_timeout_seconds)
         self._alarm = alarm
         self._leadership = Leadership(config.scheduler_timeout_seconds, time.monotonic())
         self._structured = structured
@@ -99,6 +97,7 @@ class Service:
         self.workers = WorkerConnections(config.worker_endpoint, config.security)
         # A tokenizer of its own is not that of the model.
         self.group = WorkerGroup(config, incarnation, "" if config.tokenizer else structured.tokenizer)
+        self._factory = CoreFactory(config)
         self.engine: EngineCore | None = None
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: no step may be dispatched."""
@@ -111,7 +110,7 @@ class Service:
         self._reports = StateReports(config, incarnation, self.group, structured, self._tiers)
         self._next_sign = self._next_check = 0.0
         self._subscriptions = Subscriptions(config.step_trace)
-        self._cached_blocks = CachedBlockReports()
+        self.cached_blocks = CachedBlockReports()
         self._listeners: tuple[CoreListener, ...] = (*make_listeners(config, incarnation), self._subscriptions)
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -194,9 +193,7 @@ class Service:
     # -- in ------------------------------------------------------------------------------------------------------
 
     def _read_clients(self) -> None:
-        now = time.monotonic()
         for client, message in self.frontends.receive():
-            self.leases.renew(client, now)
             try:
                 self._on_client_message(client, message)
             except ProtocolError as error:
@@ -206,11 +203,9 @@ class Service:
         match message:
             case Hello():
                 self.frontends.send_state(client, self._reports.state(self._status(), self._started, self.engine))
-            case FrontendAlive():
-                self.leases.grant(client, time.monotonic())
             case Subscribe(steps=steps, cached_blocks=cached_blocks):
                 self._subscriptions.set(client, steps)
-                self._cached_blocks.set(client, cached_blocks)
+                self.cached_blocks.set(client, cached_blocks)
             case ControlCache():
                 started = self._started if self._ranks else None
                 answer = self._cache_control.handle(client, message, self.engine, started)
@@ -331,7 +326,7 @@ class Service:
         self._subscriptions.start_epoch(started.peers)
         c, limits = self.config, started.limits
         try:
-            policy = make_policy(c, limits)
+            policy = self._factory.policy(limits)
         except ValueError as error:
             self.group.fail(str(error), time.monotonic())
             return
@@ -357,7 +352,7 @@ class Service:
             compiler.set_vocab_size(vocab_size)
         mask_maker, backend = self._structured.mask_thread or INLINE_MASKS, self.group.backend
         start = CoreStart(started.limits, started.epoch, vocab_size, hidden_size, compiler, mask_maker, backend)
-        self.engine = build_core(self.config, start, policy)
+        self.engine = self._factory.core(start, policy)
         for listener in self._listeners:
             listener.attach(self.engine, start)
         forget_headers()
@@ -390,7 +385,7 @@ class Service:
             for frontend in frontends:
                 self.frontends.send_if_connected(frontend, records)
         if self.engine is not None:
-            for frontend, changes in self._cached_blocks.take(now, self.engine.epoch.kv):
+            for frontend, changes in self.cached_blocks.take(now, self.engine.epoch.kv):
                 self.frontends.send_if_connected(frontend, changes)
 
     def _send_state(self) -> None:
@@ -403,8 +398,7 @@ class Service:
             self._leadership.on_sign_of_life(now)
             self._alarm.set()
             self.workers.beat(self.group.on_sign_of_life(), self._ranks)
-            for frontend in self.leases.expired(now):
-                self.frontends.forget(frontend, "it has sent no sign of life")
+            self.frontends.end_leases(now - self.config.scheduler_timeout_seconds)
         if self._reports.is_due(now, self._status(), self.engine) or due:
             self._report_state()
 
@@ -412,11 +406,10 @@ class Service:
         self.frontends.send_state_to_all(self._reports.report(self._status(), self._started, self.engine))
 
     def _drop_frontend(self, frontend: int) -> None:
-        self.leases.end(frontend)
         if self.engine is not None and (aborted := self.engine.drop_frontend(frontend)):
             log.warning("%d requests of frontend %d were aborted", aborted, frontend)
         self._subscriptions.set(frontend, subscribed=False)
-        self._cached_blocks.set(frontend, subscribed=False)
+        self.cached_blocks.set(frontend, subscribed=False)
 
     def _dispatch(self, engine: EngineCore) -> None:
         with contextlib.closing(engine.dispatch()) as messages:

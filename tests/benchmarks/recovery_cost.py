@@ -30,7 +30,7 @@ from protocol.steps import SchedulerOutput
 from services.config import SchedulerConfig
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream, ResponseStream
-from services.scheduler.leases import Leadership, Leases
+from services.scheduler.leadership import Leadership
 from services.scheduler.membership import StepSize, WorkerGroup
 from tests.benchmarks.scheduler_cost import build
 from tests.benchmarks.support.processor_time import seconds_by_process
@@ -129,8 +129,7 @@ class SchedulerLoad:
         self._group.on_message(b"w", Ready(epoch), now)
         list(self._group.take_actions())
         assert self._group.status.phase.name == "READY"
-        self._leases, self._leadership = Leases(60.0), Leadership(60.0, now)
-        self._leases.grant(0, now)
+        self._leadership = Leadership(60.0, now)
         self._planner, _ = build(streams)
         self._planner.schedule()
         planned = self._planner.schedule()
@@ -146,7 +145,6 @@ class SchedulerLoad:
     def turn(self) -> None:
         now = time.monotonic()
         self._leadership.lost(now, replaced=False)
-        self._leases.renew(0, now)
         self._group.check(now)
         list(self._group.take_actions())
 

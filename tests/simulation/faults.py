@@ -5,6 +5,7 @@ A fault is a faulty method, with the production method as its first argument.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import reduce
 from inspect import signature
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -55,10 +56,35 @@ class FaultList(list[Fault]):
 
         return add
 
+    def returns(self, name: str, part: type[Any], method: str, value: object) -> None:
+        """Add a fault: the method does nothing, and returns `value`."""
+        self._named(name, part, method, lambda *_, **__: value)
 
-def unchanged(original: Any, *arguments: Any, **named: Any) -> Any:
-    """No fault."""
-    return original(*arguments, **named)
+    def passes(self, name: str, part: type[Any], method: str, **changes: Callable[[Any], Any]) -> None:
+        """Add a fault: the method is called with changed values of these parameters."""
+
+        def broken(original: Any, *arguments: Any, **named: Any) -> Any:
+            bound = signature(original).bind(*arguments, **named)
+            for parameter, change in changes.items():
+                bound.arguments[parameter] = change(bound.arguments[parameter])
+            return original(*bound.args, **bound.kwargs)
+
+        self._named(name, part, method, broken)
+
+    def meanwhile(self, name: str, part: type[Any], method: str, path: str, change: Callable[[Any], Any]) -> None:
+        """Add a fault: the attribute at `path` of a parameter has a changed value while the method runs."""
+
+        def broken(original: Any, *arguments: Any, **named: Any) -> Any:
+            bound, (parameter, *names, last) = signature(original).bind(*arguments, **named), path.split(".")
+            owner = reduce(getattr, names, bound.arguments[parameter])
+            with patch.object(owner, last, change(getattr(owner, last))):
+                return original(*arguments, **named)
+
+        self._named(name, part, method, broken)
+
+    def _named(self, name: str, part: type[Any], method: str, broken: Callable[..., Any]) -> None:
+        broken.__name__ = name
+        self.append(Fault(part, method, broken))
 
 
 def parameters(faults: Sequence[Fault]) -> list[ParameterSet]:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from services.config import SchedulerConfig
+from services.scheduler.build import CoreFactory
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import Event, StepDispatched
 from services.scheduler.recording import (
     EventRecording,
     FlightRecorder,
-    ProductionCore,
     RecordingHeader,
     Replay,
     SegmentWriter,
@@ -137,7 +137,7 @@ def test_a_recording_replays_with_the_same_numbers_of_drafts(tmp_path: Path) -> 
     case = ROWS_COST_MUCH
     served = case.run(MOST, adaptive=True, directory=tmp_path)
     assert len(set(served.numbers)) > 2
-    replay = Replay(EventRecording(tmp_path), ProductionCore(case.header(case.config(MOST, adaptive=True))))
+    replay = Replay(EventRecording(tmp_path), CoreFactory(case.config(MOST, adaptive=True)))
     difference = replay.run()
     assert difference is None, describe(difference)
     assert replay.num_plans == len(served.numbers)

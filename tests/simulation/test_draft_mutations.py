@@ -25,6 +25,15 @@ from tests.simulation.test_speculation import ROOMY
 from tests.simulation.world import World, params, prompt_of
 
 FAULTS = FaultList()
+# The first stage has neither the token nor the drafts yet
+FAULTS.passes("a_row_follows_before_its_drafts_can_be_there", SlotColumns, "wanted", stages=lambda stages: stages - 1)
+FAULTS.meanwhile(
+    "one_draft_more_than_was_requested", SlotColumns, "wanted", "self.proposed", lambda drafts: drafts + (drafts > 0)
+)
+FAULTS.meanwhile(
+    *("more_drafts_than_the_context_has_room_for", SlotColumns, "wanted", "self.history"),
+    lambda history: np.empty((len(history), 1 << 20), np.int8),
+)
 
 
 @FAULTS.add(ResultApplier, "settle")
@@ -62,32 +71,6 @@ def drafts_survive_the_row_that_had_them(add: Any, self: Ledger, step: Any) -> N
     before = self._slots.proposed[slots].copy()
     add(self, step)
     self._slots.proposed[slots] = np.maximum(before, step.proposes)
-
-
-@FAULTS.add(SlotColumns, "wanted")
-def a_row_follows_before_its_drafts_can_be_there(wanted: Any, self: Any, rows: Any, next_step: Any, stages: Any) -> Any:
-    """The first stage has neither the token nor the drafts yet."""
-    return wanted(self, rows, next_step, stages - 1)
-
-
-@FAULTS.add(SlotColumns, "wanted")
-def one_draft_more_than_was_requested(wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
-    self.proposed[rows] += self.proposed[rows] > 0
-    try:
-        return wanted(self, rows, next_step, stages)
-    finally:
-        self.proposed[rows] -= self.proposed[rows] > 0
-
-
-@FAULTS.add(SlotColumns, "wanted")
-def more_drafts_than_the_context_has_room_for(
-    wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int
-) -> Any:
-    history, self.history = self.history, np.empty((len(self.history), 1 << 20), np.int8)
-    try:
-        return wanted(self, rows, next_step, stages)
-    finally:
-        self.history = history
 
 
 @FAULTS.add(SlotColumns, "wanted")
@@ -129,6 +112,10 @@ def a_stop_counts_at_the_end_of_a_row_only(until: Any, self: ResultApplier, rows
 RARE_FAULTS = FaultList()
 """Faults in situations that are rare in random workloads: grammars, log-probabilities, rows that go on behind a
 stop."""
+RARE_FAULTS.meanwhile(
+    *("logprobs_of_tokens_behind_a_stop", ResultApplier, "publish_logprobs", "self.epoch.slots.tokens"),
+    lambda tokens: np.full_like(tokens, 1 << 20),
+)
 
 
 @RARE_FAULTS.add(ResultApplier, "cut")
@@ -202,13 +189,6 @@ def every_position_has_its_rows_first_mask(output: Any, self: DeferredMasks, *ar
 @RARE_FAULTS.add(Request, "matching")
 def a_grammar_takes_the_rows_last_token_only(matching: Any, self: Request, token_ids: list[int]) -> int:
     return len(token_ids) if matching(self, token_ids[-1:]) else 0
-
-
-@RARE_FAULTS.add(ResultApplier, "publish_logprobs")
-def logprobs_of_tokens_behind_a_stop(publish: Any, self: ResultApplier, logprobs: Any) -> None:
-    tokens, self.epoch.slots.tokens = (self.epoch.slots.tokens, np.full_like(self.epoch.slots.tokens, 1 << 20))
-    publish(self, logprobs)
-    self.epoch.slots.tokens = tokens
 
 
 @FAULTS.add(ResultApplier, "settle")

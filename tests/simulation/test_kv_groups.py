@@ -174,9 +174,7 @@ def freed_one_block_too_early(free: Any, self: Any, rows: Any, committed: Any) -
     return free(self, rows, committed + self.block_size)
 
 
-@FAULTS.add(KVCacheManager, "free_unread")
-def never_freed(free: Any, self: Any, rows: Any, committed: Any) -> Any:
-    return None
+FAULTS.returns("never_freed", KVCacheManager, "free_unread", None)
 
 
 @FAULTS.add(KVCacheManager, "num_missing")

@@ -1,8 +1,8 @@
 """The simulator notices faults: each fault below replaces a method of a part of the core, and must be caught."""
 
-import dataclasses
 from collections import deque
 from copy import copy
+from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
@@ -33,15 +33,35 @@ from services.scheduler.core.waiting import WaitingQueue
 from services.scheduler.policies import SchedulerView
 from services.worker.kv_memory import BlockNames
 from tests.simulation.driver import play_peers
-from tests.simulation.faults import FIRST, Fault, FaultList, assert_caught, parameters, unchanged
+from tests.simulation.faults import FIRST, Fault, FaultList, assert_caught, parameters
 from tests.simulation.workload import draw
 
 FAULTS = FaultList()
-
-
-@FAULTS.add(Ledger, "names")
-def no_fence(names: Any, ledger: Any, slot: Any) -> Any:
-    return False
+FAULTS.returns("no_fence", Ledger, "names", False)
+FAULTS.meanwhile("hashes_without_salt", KVCacheManager, "extend_hashes", "request.cache_salt", lambda _: "")
+FAULTS.returns("every_adapter_has_a_seat", SchedulerView, "adapters", {})
+FAULTS.meanwhile("names_without_contents", KVCacheManager, "extend_hashes", "request.media", lambda _: None)
+FAULTS.meanwhile(
+    *("prompts_are_cut", StepPlanner, "admit_waiting", "self.epoch.limits"),
+    lambda limits: replace(limits, whole_prompts=False),
+)
+FAULTS.meanwhile("one_step_too_many", StepPlanner, "slices", "self.epoch.slots.limit", lambda limit: limit + 1)
+FAULTS.meanwhile("certain_finish_one_early", StepPlanner, "slices", "self.epoch.slots.limit", lambda limit: limit - 1)
+FAULTS.returns("evicted_blocks_keep_their_hash", BlockPool, "forget", None)
+FAULTS.passes("one_block_too_few", KVCacheManager, "missing", num_tokens=lambda num_tokens: num_tokens - 1)
+FAULTS.returns("the_queue_outlives_its_epoch", BatchQueue, "clear", None)
+FAULTS.passes("stage_spacing_one_step_short", SlotColumns, "wanted", stages=lambda stages: max(1, stages - 1))
+FAULTS.passes("stage_spacing_one_step_long", SlotColumns, "wanted", stages=lambda stages: stages + (stages > 1))
+FAULTS.passes(
+    "slices_beyond_the_budget_of_decodes", StepPlanner, "slices", budget=lambda budget: replace(budget, decodes=None)
+)
+FAULTS.passes(
+    "slices_beyond_the_chunk", StepPlanner, "slices", budget=lambda budget: replace(budget, chunk=budget.tokens)
+)
+FAULTS.passes(
+    "more_admissions_than_allowed", StepPlanner, "admit_waiting", budget=lambda budget: replace(budget, admissions=None)
+)
+FAULTS.passes("masks_before_the_token_before_is_known", DeferredMasks, "grammar_output", sampled_before=np.zeros_like)
 
 
 @FAULTS.add(EpochState, "leave")
@@ -97,18 +117,6 @@ def registered_when_looked_up(find: Any, self: KVCacheManager, request: Any) -> 
     return blocks
 
 
-@FAULTS.add(KVCacheManager, "extend_hashes")
-def hashes_without_salt(extend: Any, self: KVCacheManager, request: Any, tokens: Any, num_blocks: int) -> None:
-    salt, request.cache_salt = request.cache_salt, ""
-    extend(self, request, tokens, num_blocks)
-    request.cache_salt = salt
-
-
-@FAULTS.add(SchedulerView, "adapters")
-def every_adapter_has_a_seat(adapters: Any, self: SchedulerView) -> Any:
-    return {}
-
-
 @FAULTS.add(SchedulerView, "adapters")
 def one_adapter_holds_back_another(adapters: Any, self: SchedulerView) -> Any:
     """Work conservation: a free seat is not given away."""
@@ -127,21 +135,6 @@ def budget_is_that_of_each_row(encode: Any, self: StepPlanner, rows: Any, counts
     for row in range(len(rows)):
         encode(self, rows[row : row + 1], counts[row : row + 1])
     return int(self.epoch.limits.encoder_budget)
-
-
-@FAULTS.add(KVCacheManager, "extend_hashes")
-def names_without_contents(extend: Any, self: KVCacheManager, request: Any, tokens: Any, num_blocks: int) -> None:
-    media, request.media = request.media, None
-    extend(self, request, tokens, num_blocks)
-    request.media = media
-
-
-@FAULTS.add(StepPlanner, "admit_waiting")
-def prompts_are_cut(admit: Any, self: StepPlanner, *args: Any) -> None:
-    limits = self.epoch.limits
-    self.epoch.limits = dataclasses.replace(limits, whole_prompts=False)
-    admit(self, *args)
-    self.epoch.limits = limits
 
 
 @FAULTS.add(StepPlanner, "admit_waiting")
@@ -176,35 +169,12 @@ def no_placeholders(add: Any, self: Ledger, step: Any) -> None:
     self._slots.placeholders[step.slots] -= step.samples
 
 
-@FAULTS.add(StepPlanner, "slices")
-def one_step_too_many(slices: Any, self: StepPlanner, rows: Any, budget: Any) -> Any:
-    self.epoch.slots.limit += 1
-    try:
-        return slices(self, rows, budget)
-    finally:
-        self.epoch.slots.limit -= 1
-
-
-@FAULTS.add(StepPlanner, "slices")
-def certain_finish_one_early(slices: Any, self: StepPlanner, rows: Any, budget: Any) -> Any:
-    self.epoch.slots.limit -= 1
-    try:
-        return slices(self, rows, budget)
-    finally:
-        self.epoch.slots.limit += 1
-
-
 @FAULTS.add(BatchQueue, "deliver")
 def results_matched_by_arrival(deliver: Any, self: BatchQueue, result: Any) -> bool:
     waiting = [step for step in self.steps if step.step_id not in self.results]
     if waiting:
         self.results[waiting[0].step_id] = result
     return bool(waiting)
-
-
-@FAULTS.add(BlockPool, "forget")
-def evicted_blocks_keep_their_hash(forget: Any, self: Any, block: Any) -> Any:
-    return None
 
 
 @FAULTS.add(BlockPool, "hold")
@@ -243,11 +213,6 @@ def workers_are_not_notified_of_released_slots(free: Any, self: EpochState, slot
 def every_chunk_samples(add: Any, self: Ledger, step: Any) -> None:
     step.samples[:] = True
     add(self, step)
-
-
-@FAULTS.add(KVCacheManager, "missing")
-def one_block_too_few(missing: Any, self: KVCacheManager, slots: Any, num_tokens: Any) -> Any:
-    return missing(self, slots, num_tokens - 1)
 
 
 @FAULTS.add(Lifecycle, "finish")
@@ -309,11 +274,6 @@ def results_of_any_epoch_are_applied(on_result: Any, self: EngineCore, result: A
     on_result(self, msgspec.structs.replace(result, epoch=self.epoch.number))
 
 
-@FAULTS.add(BatchQueue, "clear")
-def the_queue_outlives_its_epoch(clear: Any, self: Any) -> Any:
-    return None
-
-
 @FAULTS.add(Lifecycle, "finish")
 def requests_that_do_not_fit_stay(finish: Any, self: Lifecycle, request: Request, message: Any) -> None:
     if message is None or "in which it does not fit" not in message.message:
@@ -325,16 +285,6 @@ def a_new_epoch_loses_a_request(start: Any, self: EngineCore, limits: Any, polic
     for request in list(self.store.waiting)[-1:]:
         self.store.waiting.remove(request)
     start(self, limits, policy, number)
-
-
-@FAULTS.add(SlotColumns, "wanted")
-def stage_spacing_one_step_short(wanted: Any, self: Any, rows: Any, next_step: Any, stages: Any) -> Any:
-    return wanted(self, rows, next_step, max(1, stages - 1))
-
-
-@FAULTS.add(SlotColumns, "wanted")
-def stage_spacing_one_step_long(wanted: Any, self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
-    return wanted(self, rows, next_step, stages + (stages > 1))
 
 
 @FAULTS.add(SlotColumns, "wanted")
@@ -358,26 +308,6 @@ def stage_spacing_of_the_last_owner(assign: Any, self: SlotColumns, request: Any
 def admission_beyond_the_prefill_budget(admit: Any, self: StepPlanner, choice: Any, *args: Any) -> None:
     choice.prefill_left = choice.tokens_left
     admit(self, choice, *args)
-
-
-@FAULTS.add(StepPlanner, "slices")
-def slices_beyond_the_budget_of_decodes(slices: Any, self: Any, rows: Any, budget: Any) -> Any:
-    return slices(self, rows, dataclasses.replace(budget, decodes=None))
-
-
-@FAULTS.add(StepPlanner, "slices")
-def slices_beyond_the_chunk(slices: Any, self: Any, rows: Any, budget: Any) -> Any:
-    return slices(self, rows, dataclasses.replace(budget, chunk=budget.tokens))
-
-
-@FAULTS.add(StepPlanner, "admit_waiting")
-def more_admissions_than_allowed(admit: Any, self: Any, choice: Any, budget: Any, waiting: Any) -> Any:
-    return admit(self, choice, dataclasses.replace(budget, admissions=None), waiting)
-
-
-@FAULTS.add(DeferredMasks, "grammar_output")
-def masks_before_the_token_before_is_known(output: Any, self: Any, step: Any, sampled_before: Any) -> Any:
-    return output(self, step, np.zeros_like(sampled_before))
 
 
 @FAULTS.add(DeferredMasks, "grammar_output")
@@ -444,6 +374,18 @@ def whole_one_step_too_early(note: Any, self: KVCacheManager, rows: Any, confirm
 TIER_FAULTS = FaultList()
 SELDOM = {"pins_that_do_not_fit_stay"}
 """Faults that take many seeds to show."""
+TIER_FAULTS.passes("pins_may_take_all_blocks", Pins, "add", limits=lambda limits: replace(limits, max_model_len=1))
+TIER_FAULTS.returns("pins_keep_the_blocks_of_a_lost_epoch", Pins, "release", None)
+TIER_FAULTS.returns("pins_that_do_not_fit_stay", Pins, "fit", None)
+TIER_FAULTS.passes("the_last_dropped_block_stays", KVCacheManager, "drop", names=lambda names: names[:-1])
+TIER_FAULTS.returns("workers_keep_dropped_names", BlockNames, "forget", None)
+TIER_FAULTS.returns("workers_keep_the_names_of_rewritten_blocks", BlockNames, "drop", None)
+
+
+@TIER_FAULTS.add(BlockNames, "fill")
+def workers_fill_blocks_that_were_given_away(fill: Any, self: Any, block: int, ticket: int, write: Any) -> bool:
+    write()
+    return True
 
 
 @TIER_FAULTS.add(BlockLoads, "wait_for")
@@ -486,29 +428,9 @@ def pins_hold_no_blocks(hold: Any, self: Pins, kv: Any) -> None:
         kv.pool.give_back(block for block in pin.blocks if block not in held)
 
 
-@TIER_FAULTS.add(Pins, "add")
-def pins_may_take_all_blocks(add: Any, self: Pins, pin: Any, kv: Any, limits: Any) -> None:
-    add(self, pin, kv, dataclasses.replace(limits, max_model_len=1))
-
-
-@TIER_FAULTS.add(Pins, "release")
-def pins_keep_the_blocks_of_a_lost_epoch(release: Any, self: Pins, kv: Any) -> None:
-    """The next epoch gives these blocks to others."""
-
-
-@TIER_FAULTS.add(Pins, "fit")
-def pins_that_do_not_fit_stay(fit: Any, self: Pins, limits: Any) -> None:
-    """The next epoch's cache may be smaller."""
-
-
 @TIER_FAULTS.add(Lifecycle, "drop_blocks")
 def a_load_outlives_a_drop(drop: Any, self: Any, names: Any) -> Any:
     return self.epoch.kv.drop(names)
-
-
-@TIER_FAULTS.add(KVCacheManager, "drop")
-def the_last_dropped_block_stays(drop: Any, self: Any, names: Any) -> Any:
-    return drop(self, names[:-1])
 
 
 @pytest.mark.parametrize(
@@ -520,21 +442,6 @@ def the_last_dropped_block_stays(drop: Any, self: Any, names: Any) -> Any:
 )
 def test_fault_of_loads_is_caught(fault: Fault) -> None:
     assert_caught(fault, tier=True)
-
-
-def _fill_blindly(names: BlockNames, block: int, ticket: int, write: Any) -> bool:
-    write()
-    return True
-
-
-def test_a_worker_that_fills_blocks_that_were_given_away_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockNames, "fill", _fill_blindly)
-    assert_caught(Fault(KVCacheManager, "take_whole", unchanged), tier=True)
-
-
-def test_a_worker_that_keeps_dropped_names_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockNames, "forget", lambda names, dropped: None)
-    assert_caught(Fault(KVCacheManager, "take_whole", unchanged), tier=True)
 
 
 def assert_caught_by_peers() -> None:
@@ -567,8 +474,3 @@ def test_a_worker_that_leaves_blocks_that_are_not_confirmed_is_caught(monkeypatc
 @pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_fault_is_caught(fault: Fault) -> None:
     assert_caught(fault)
-
-
-def test_a_worker_that_keeps_the_names_of_rewritten_blocks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockNames, "drop", lambda names, blocks: None)
-    assert_caught(Fault(KVCacheManager, "take_whole", unchanged))

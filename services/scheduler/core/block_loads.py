@@ -25,7 +25,7 @@ class BlockLoads:
             return False
         loading, most = self.store.loading, (len(request.token_ids) - 1) // self.limits.block_size
         names = request.block_hashes[len(prefix) : most]
-        if not (names and request.reads_prefix_cache):
+        if not (names and request.reads_prefix_cache and self.kv.enable_prefix_caching):
             return False
         if not loading.join(request, names[0]):
             if not self.begin(prefix, names, request.kv_peers):

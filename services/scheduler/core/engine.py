@@ -17,7 +17,6 @@ from protocol.steps import KeepPins, ModelRunnerOutput, ReleaseSlots, SchedulerO
 from services.scheduler.core import observer as events
 from services.scheduler.core.admission import Admission
 from services.scheduler.core.apply import ResultApplier
-from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.batch_queue import BatchQueue
 from services.scheduler.core.deferred_masks import DeferredMasks
 from services.scheduler.core.drafting import NO_DRAFTING, Drafting
@@ -28,7 +27,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.prefix_cache import PrefixCacheControl
 from services.scheduler.core.queue_time import QueueTime
-from services.scheduler.core.request import Request, RequestKey, RequestStatus, arrival_of, make_order_key
+from services.scheduler.core.request import Request, RequestKey, RequestStatus, make_order_key
 from services.scheduler.core.results import UnknownResult, decode_result
 from services.scheduler.core.store import RequestStore
 from services.scheduler.core.suspects import GUILTY
@@ -76,7 +75,6 @@ class EngineCore:
         )
         self._queue_time = QueueTime()
         self._use_priority = use_priority
-        self._arrivals = Arrivals(self._open_arrivals)
         self._admitted = 0
         """Number of requests admitted so far; also the ticket of the last one."""
         self._build_epoch(epoch, limits, policy)
@@ -150,7 +148,7 @@ class EngineCore:
             unpack(message.token_ids),
             message.num_prompt_tokens,
             message.params,
-            make_order_key(message.priority if self._use_priority else 0, self._arrivals.next(message.age)),
+            make_order_key(message.priority if self._use_priority else 0, self._admitted, message.age),
             message.salt,
             message.pooling,
             message.request_id,
@@ -165,9 +163,6 @@ class EngineCore:
             store.waiting.add(request)
         else:
             store.compiling.submit(self._admitted, request, message.structured, message.age > 0)
-
-    def _open_arrivals(self) -> Iterator[int]:
-        return (arrival_of(request.order_key) for request in self.store.requests.values())
 
     def queue_seconds(self, num_tokens: int = 1) -> float:
         """Return the seconds that a new request of so many tokens is expected to wait for its first step."""
@@ -290,7 +285,7 @@ class EngineCore:
         """Drop the prefix cache and all estimates, so that a new core that is restarted from the same point decides the
         same. The core must be empty, without pins. Totals stay."""
         self.observers.emit(point)
-        self._admitted, self._arrivals = point.tickets, Arrivals(self._open_arrivals)
+        self._admitted = point.tickets
         self.store.masks.last_ticket = point.mask_tickets
         self.store.loading.restart(point.load_tickets)
         self._queue_time = QueueTime(self.store.counters["prefix_cache_hits"])

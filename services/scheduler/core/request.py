@@ -39,7 +39,12 @@ _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 _NO_DRAFTS = np.empty(0, np.int32)
 ARRIVAL_BITS = 42
-"""An order key is `priority << ARRIVAL_BITS | arrival`; a process never sees 2^42 arrivals."""
+"""An order key is `priority << ARRIVAL_BITS | arrival`; a process never sees 2^41 arrivals."""
+_NEW = 1 << (ARRIVAL_BITS - 1)
+"""Arrivals from here on are those of new requests."""
+_TIE_BITS = 15
+_OLDEST = (1 << (ARRIVAL_BITS - 1 - _TIE_BITS)) - 1
+"""Largest distinguished age, in milliseconds: 18 hours."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +62,7 @@ class Request:
     num_prompt_tokens: int
     params: SamplingParams
     order_key: int
-    """Unique; the request with the lowest key is served first and preempted last."""
+    """The request with the lowest key is served first and preempted last."""
     cache_salt: str = ""
     """`GenerateRequest.salt`, which has the adapter."""
     pooling: Pooling = Pooling.NONE
@@ -152,13 +157,16 @@ class Request:
         return Finish(self.number, reason, named, self.num_cached_tokens, self.num_preemptions, message)
 
 
-def make_order_key(priority: int, arrival: int) -> int:
-    """Order key of the `arrival`-th request. Lower priority numbers come first."""
+def make_order_key(priority: int, number: int, age: float = 0.0) -> int:
+    """Order key of the request that was admitted as number `number`. Lower priority numbers come first. Of equal
+    priority, requests that another scheduler had admitted come before new ones, the oldest of them first.
+
+    Args:
+        age: seconds since the request was first submitted; 0.0: it is new.
+    """
+    youth = _OLDEST - int(min(1000 * age, _OLDEST))
+    arrival = (youth << _TIE_BITS) + number % (1 << _TIE_BITS) if age else _NEW + number
     return (priority << ARRIVAL_BITS) | arrival
-
-
-def arrival_of(order_key: int) -> int:
-    return order_key & ((1 << ARRIVAL_BITS) - 1)
 
 
 def priority_of(order_key: int) -> int:

@@ -1,21 +1,22 @@
 """Requests without a slot, in the order in which they will be served."""
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.scheduler.core.request import Request
 
+_order_key = attrgetter("order_key")
+
 
 class WaitingQueue:
     """Requests by order key. A preempted request therefore precedes everything that arrived after it."""
 
     def __init__(self) -> None:
-        self._keys: list[int] = []
-        """Order keys of the members, ascending."""
-        self._members: dict[int, Request] = {}
+        self._members: list[Request] = []
         self.num_tokens = 0
         """Tokens of all members; the limit on queued tokens counts these."""
 
@@ -23,21 +24,19 @@ class WaitingQueue:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over all members in order. They may leave meanwhile."""
+        """Iterate over all members in order. The member that was yielded last may leave meanwhile."""
         at = 0
-        while at < len(self._keys):
-            key = self._keys[at]
-            yield self._members[key]
-            at = bisect_right(self._keys, key)
+        while at < len(self._members):
+            request = self._members[at]
+            yield request
+            at += self._members[at : at + 1] == [request]
 
     def add(self, request: Request) -> None:
-        self._members[request.order_key] = request
-        insort(self._keys, request.order_key)
+        insort(self._members, request, key=_order_key)
         self.num_tokens += len(request.token_ids)
 
     def remove(self, request: Request) -> None:
-        del self._members[request.order_key]
-        del self._keys[bisect_left(self._keys, request.order_key)]
+        del self._members[self._members.index(request, bisect_left(self._members, request.order_key, key=_order_key))]
         self.num_tokens -= len(request.token_ids)
 
     def set_tokens(self, request: Request, token_ids: NDArray[np.int32]) -> None:
@@ -46,4 +45,4 @@ class WaitingQueue:
         request.token_ids = token_ids
 
     def head(self) -> Request | None:
-        return self._members[self._keys[0]] if self._keys else None
+        return self._members[0] if self._members else None

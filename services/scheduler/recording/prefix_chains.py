@@ -18,7 +18,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import Column, SlotIds
 
-_ID_BYTES = 8
+ID_BYTES = 8
 
 
 class _BlockChain(NamedTuple):
@@ -31,7 +31,7 @@ class _BlockChain(NamedTuple):
 
 class PrefixChains:
     def __init__(self, limits: Limits) -> None:
-        self._keyed = blake2b(key=os.urandom(32), digest_size=_ID_BYTES)
+        self._keyed = blake2b(key=os.urandom(32), digest_size=ID_BYTES)
         """The hash function with its key. A copy costs less than another one with the same key."""
         self._chains: dict[RequestKey, _BlockChain] = {}
         self.start_epoch(limits)
@@ -93,7 +93,7 @@ class PrefixChains:
     def _extend(self, chain: _BlockChain | None, tokens: bytes) -> bytes:
         """Append tokens to a chain. Return the ids of the full blocks in them."""
         if chain is None:
-            return bytes(_ID_BYTES)
+            return bytes(ID_BYTES)
         num_names = len(chain.names)
         extend_names(chain.names, chain.salt, tokens, self._size, chain.items)
         return b"".join(map(self._id, chain.names[num_names:]))

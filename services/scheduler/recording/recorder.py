@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from services import release
 from services.config import SchedulerConfig
 from services.private import make_output
-from services.scheduler.build import CoreListener, CoreStart, restart_core
+from services.scheduler.build import CoreFactory, CoreListener, CoreStart
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import CoreRestarted, Event, Record
 from services.scheduler.recording.conversion import Converter, TokenRemover
@@ -135,7 +135,8 @@ class LiveRecording(CoreListener):
         """Restart the core if the recording needs another start and the core has nothing to do."""
         if core.is_empty and self._recorder is not None and self._recorder.needs_start():
             log.info("a part of the recording begins that can be replayed; the prefix cache is emptied for it")
-            restart_core(core, self._config)
+            point, factory = core.restart_point(), CoreFactory(self._config)
+            core.restart(point, factory.policy(point.limits), factory.drafting())
 
     def close(self) -> None:
         if self._recorder is not None:

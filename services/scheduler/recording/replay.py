@@ -12,55 +12,18 @@ from msgspec.structs import replace
 from protocol.codec import ProtocolError, pack, unpack
 from protocol.requests import FinishReason
 from protocol.steps import ModelRunnerOutput
-from services.config import SchedulerConfig
-from services.scheduler.build import CoreStart, build_core
+from services.scheduler.build import CoreFactory, CoreStart
 from services.scheduler.core import observer as events
-from services.scheduler.core.drafting import Drafting, drafting_from_config
-from services.scheduler.core.engine import EngineCore, StallError
+from services.scheduler.core.engine import StallError
 from services.scheduler.core.ledger import InflightStep
-from services.scheduler.core.limits import Limits
-from services.scheduler.core.request import RequestKey
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.core.slots import DROP, Column
-from services.scheduler.grammar import INLINE_MASKS, Compiler, MaskMaker
-from services.scheduler.policies import BatchingPolicy, make_policy
+from services.scheduler.grammar import INLINE_MASKS
+from services.scheduler.recording import stand_ins
 from services.scheduler.recording.conversion import Converter
 from services.scheduler.recording.grammar import RecordedCompiler, RecordedGrammar, RecordedMaskMaker
-from services.scheduler.recording.records import (
-    AppliedRecord,
-    ArrivalRecord,
-    MaskRecord,
-    OutcomeRecord,
-    PlanRecord,
-    RecordingHeader,
-)
-from services.scheduler.recording.segments import EventRecording
+from services.scheduler.recording.records import AppliedRecord, ArrivalRecord, MaskRecord, OutcomeRecord, PlanRecord
+from services.scheduler.recording.segments import EventRecording, RecordingError
 from services.scheduler.recording.settings import settings_of
-from services.scheduler.recording.surrogates import Surrogates
-
-
-@dataclass(frozen=True)
-class ProductionCore:
-    """Makes the core of a replay, for the settings of a header."""
-
-    header: RecordingHeader
-
-    @property
-    def config(self) -> SchedulerConfig:
-        """Raises: RecordingError"""
-        return settings_of(self.header)
-
-    def policy(self, limits: Limits) -> BatchingPolicy:
-        """Return the batching policy of an epoch."""
-        return make_policy(self.config, limits)
-
-    def drafting(self) -> Drafting:
-        return drafting_from_config(self.config.speculative_config)
-
-    def core(self, compiler: Compiler | None, mask_maker: MaskMaker) -> EngineCore:
-        h = self.header
-        start = CoreStart(h.limits, h.epoch, h.vocab_size, h.hidden_size, compiler, mask_maker)
-        return build_core(self.config, start, self.policy(h.limits))
 
 
 @dataclass
@@ -119,45 +82,37 @@ def _epoch(turns: Iterator[Turn]) -> Iterator[Turn]:
 class Replay:
     """One replay. `core` is the production core with the recorded settings."""
 
-    def __init__(self, recording: EventRecording, factory: ProductionCore | None = None) -> None:
+    def __init__(self, recording: EventRecording, factory: CoreFactory | None = None) -> None:
         """
         Args:
-            factory: None: the production core with the recorded settings.
+            factory: None: that of the recorded settings.
 
         Raises:
-            RecordingError: also if there is no start to replay from.
+            RecordingError: this release does not have the recorded settings.
             ValueError: the recorded policy cannot be used.
         """
-        header = recording.header
-        self._recording, self._header = recording, header
-        self._factory = factory or ProductionCore(header)
-        self._converter = Converter(header.has_tokens)
+        self._recording, self._header = recording, (h := recording.header)
+        self._factory = factory or CoreFactory(settings_of(h))
+        self._converter = Converter(h.has_tokens)
         self._decisions: list[events.Decision] = []
-        self._surrogates: Surrogates | None = None
-        """None: the recording has tokens."""
-        if not header.has_tokens:
-            self._surrogates = Surrogates(header)
-            self._surrogates.read(recording.records_from_start())
-        self._num_arrivals = 0
-        self._tokens: dict[RequestKey, Column] = {}
-        """Surrogates of open requests, all that they will have."""
         self.num_plans = self.num_events = 0
-        self.core = self._factory.core(
-            RecordedCompiler() if header.compiles else None, RecordedMaskMaker() if header.late_masks else INLINE_MASKS
-        )
+        compiler = RecordedCompiler() if h.compiles else None
+        masks = RecordedMaskMaker() if h.late_masks else INLINE_MASKS
+        self.core = self._factory.core(CoreStart(h.limits, h.epoch, h.vocab_size, h.hidden_size, compiler, masks))
         self.core.observers.add(self)
 
     def observe(self, event: events.Event) -> None:
         if not isinstance(event, events.InboundEvent):
             records = self._converter.records(event)
             self._decisions += [record for record in records if isinstance(record, events.Decision)]
-        if isinstance(event, events.RequestFinished):
-            self._tokens.pop((event.frontend, event.finish.number), None)
 
     # -- turns ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Difference | None:
-        """Replay everything from the first start. Return the first difference, or None."""
+        """Replay everything from the first start. Return the first difference, or None.
+
+        Raises: RecordingError, also if there is no start.
+        """
         (turns,) = tee(turns_of(self._recording.records_from_start()), 1)
         for number, turn in enumerate(turns):
             error = self._replay(turn, turns)
@@ -175,6 +130,8 @@ class Replay:
         self._decisions = []
         try:
             self._enter(turn, turns)
+        except RecordingError:
+            raise
         except (ProtocolError, StallError, UnknownResult):  # the shell goes on after these
             return None
         except Exception as error:
@@ -201,7 +158,7 @@ class Replay:
                 words = -(-self._header.vocab_size // 32)
                 core.on_masks(ticket, np.full((num_masks, words), -1, np.int32))
             case events.ResultArrived(result=result):
-                self._set_matches(turn)
+                self._set_outcomes(turn)
                 core.on_result(self._complete(result, turn, turns))
             case events.DispatchStarted():
                 self._dispatch(turn)
@@ -224,17 +181,10 @@ class Replay:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def _arrive(self, record: ArrivalRecord) -> None:
-        assert self._surrogates is not None
-        message, key = record.message, (record.frontend, record.message.number)
-        tokens = self._surrogates.tokens_of(self._num_arrivals, record.num_tokens)
-        self._num_arrivals += 1
-        if len(message.token_ids) % 4 == 0:
-            prompt = tokens[: record.num_tokens].copy()
-            prompt[: len(message.token_ids) // 4] = unpack(message.token_ids)
-            message = replace(message, token_ids=pack(prompt))
-        if key not in self.core.requests:
-            self._tokens[key] = tokens
+        message = stand_ins.arrival(record, self._header.vocab_size)
         self.core.add(record.frontend, message)
+        if (request := self.core.requests.get((record.frontend, message.number))) is not None:
+            request.block_hashes = stand_ins.block_names(record.blocks)
 
     def _grammar(self, event: events.GrammarReady, decisions: Iterable[events.Decision]) -> None:
         if event.error:
@@ -280,58 +230,46 @@ class Replay:
             return None
         return next((step for step in self.core.queue.steps if step.step_id == step_id), None)
 
-    def _set_matches(self, turn: Turn) -> None:
-        """Let grammars match as many tokens as were appended."""
+    def _set_outcomes(self, turn: Turn) -> None:
+        """Let grammars match as many tokens as were appended, and name the blocks that were filled."""
+        slots = self.core.epoch.slots
         for record in turn.decisions:
             if not isinstance(record, AppliedRecord) or (step := self._step(record.epoch, record.step_id)) is None:
                 continue
             rows, counts = step.slots[step.samples], unpack(record.counts)
-            for row in np.flatnonzero(self.core.epoch.slots.constrained.take(rows)).tolist():
+            for row in np.flatnonzero(slots.constrained.take(rows)).tolist():
                 if (grammar := self._grammar_of(int(rows[row]))) is not None:
                     grammar.num_matching += int(counts[row])
+            if (outcome := turn.outcomes.get((record.epoch, record.step_id))) is not None:
+                for slot, name in stand_ins.filled_blocks(outcome):
+                    slots.request(slot).block_hashes.append(name)
 
     def _complete(self, result: ModelRunnerOutput, turn: Turn, turns: Iterator[Turn]) -> ModelRunnerOutput:
         """Return the result with what was not recorded of it."""
         step = self._step(result.epoch, result.step_id)
         if step is None:
             return result
-        refused, applied, outcome = _fate(result, chain([turn], _epoch(turns)))
+        refused, outcome = _fate(result, chain([turn], _epoch(turns)))
         if refused:
             return replace(result, slots=b"")  # which is refused again
         if slots := result.embedding_slots:
             result = replace(result, embeddings=bytes(len(slots) * self._header.hidden_size))
-        if self._surrogates is None or applied is None or outcome is None:
-            tokens = bytes(4 * int(unpack(result.counts).sum())) if self._surrogates is not None else result.token_ids
-            return replace(result, token_ids=tokens)
-        rows, counts, totals = (unpack(column).tolist() for column in (outcome.slots, result.counts, outcome.totals))
-        states = np.frombuffer(applied.states, np.int8)
-        parts = [
-            np.zeros(count, np.int32) if state == DROP else self._tokens_at(slot, total, count)
-            for slot, count, total, state in zip(rows, counts, totals, states, strict=True)
-        ]
-        return replace(result, token_ids=b"".join(map(pack, parts)))
-
-    def _tokens_at(self, slot: int, position: int, count: int) -> Column:
-        owner = self.core.epoch.slots.owner[slot]
-        known = self._tokens.get(owner.key) if owner is not None else None
-        tokens = np.full(count, self._surrogates.filler if self._surrogates else 0, np.int32)
-        if known is not None:
-            part = known[position : position + count]
-            tokens[: len(part)] = part
-        return tokens
+        if self._header.has_tokens:
+            return result
+        owners = map(self.core.epoch.slots.request, step.slots[step.samples].tolist())
+        fillers = [stand_ins.filler(owner.params, self._header.vocab_size) for owner in owners]
+        return replace(result, token_ids=pack(stand_ins.outputs(unpack(result.counts), fillers, outcome)))
 
 
-def _fate(result: ModelRunnerOutput, turns: Iterable[Turn]) -> tuple[bool, AppliedRecord | None, OutcomeRecord | None]:
+def _fate(result: ModelRunnerOutput, turns: Iterable[Turn]) -> tuple[bool, OutcomeRecord | None]:
     """Return whether the result was refused, and what was applied of it. It waits if it came before that of an older
     step."""
     key = (result.epoch, result.step_id)
     for turn in turns:
         for record in turn.decisions:
             if isinstance(record, (AppliedRecord, events.ResultRefused)) and (record.epoch, record.step_id) == key:
-                if isinstance(record, events.ResultRefused):
-                    return True, None, None
-                return False, record, turn.outcomes.get(key)
-    return False, None, None
+                return isinstance(record, events.ResultRefused), turn.outcomes.get(key)
+    return False, None
 
 
 def _text(error: Exception) -> str:

@@ -1,14 +1,14 @@
 """Requests and steps of a recording: the load of a what-if, and the measurements of its cost model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
 
-from protocol.codec import pack, unpack
+from protocol.codec import unpack
 from protocol.requests import GenerateRequest
+from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput
 from services.scheduler.core.observer import (
     GrammarReady,
@@ -21,10 +21,16 @@ from services.scheduler.core.observer import (
 )
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import Column
-from services.scheduler.recording.records import AppliedRecord, ArrivalRecord, PlanRecord, RecordingHeader
+from services.scheduler.recording import stand_ins
+from services.scheduler.recording.records import (
+    AppliedRecord,
+    ArrivalRecord,
+    OutcomeRecord,
+    PlanRecord,
+    RecordingHeader,
+)
 from services.scheduler.recording.replay import Turn, turns_of
 from services.scheduler.recording.segments import EventRecording
-from services.scheduler.recording.surrogates import Surrogates
 from services.scheduler.what_if.cost import HostCost, StepCost, Vector, features_of, fit, host_features
 
 
@@ -34,15 +40,17 @@ class RecordedRequest:
     """Seconds on the scheduler's clock, as all times here."""
     frontend: int
     message: GenerateRequest
-    """With its tokens, or with surrogates."""
+    """With its tokens, or what stands in for them."""
     tokens: Column
-    """Prompt and output, or surrogates of them."""
+    """Prompt and output, or what stands in for them."""
     length: int
     """Tokens, prompt and output, at its end."""
     first_token: float = 0.0
     ended: float = 0.0
     grammar_seconds: float | None = None
     """Time until its grammar was compiled; None: it has none."""
+    blocks: list[bytes] = field(default_factory=list)
+    """Names of its full blocks, in a recording without tokens."""
     is_refused: bool = False
 
     @property
@@ -100,8 +108,6 @@ class History:
     def read(cls, recording: EventRecording) -> "History":
         """Raises: RecordingError"""
         reader = _HistoryReader(recording.header)
-        if reader.surrogates is not None:
-            reader.surrogates.read(recording.records())
         for turn in turns_of(recording.records()):
             reader.take(turn)
         return reader.history
@@ -158,10 +164,8 @@ class _InFlight(NamedTuple):
 class _HistoryReader:
     def __init__(self, header: RecordingHeader) -> None:
         self.history = History()
-        self._stages = header.limits.stages
-        self.surrogates = None if header.has_tokens else Surrogates(header)
+        self._header = header
         self._now = 0.0
-        self._num_arrivals = 0
         self._open: dict[RequestKey, RecordedRequest] = {}
         self._owners: dict[int, RecordedRequest] = {}
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -177,11 +181,10 @@ class _HistoryReader:
                 turns.append(MeasuredTurn(now))
                 self._now = now
             case RequestArrived(frontend=frontend, message=message):
-                self._arrive(frontend, message, unpack(message.token_ids))
-            case ArrivalRecord(frontend=frontend, message=message, num_tokens=num_tokens):
-                assert self.surrogates is not None
-                tokens = self.surrogates.tokens_of(self._num_arrivals, num_tokens)
-                self._arrive(frontend, replace(message, token_ids=pack(tokens[:num_tokens])), tokens)
+                self._arrive(frontend, message)
+            case ArrivalRecord(frontend=frontend, blocks=blocks):
+                message = stand_ins.arrival(turn.cause, self._header.vocab_size)
+                self._arrive(frontend, message, stand_ins.block_names(blocks))
             case GrammarReady(request=key) if key in self._open:
                 self._open[key].grammar_seconds = self._now - self._open[key].arrived
             case ResultArrived(result=result):
@@ -197,7 +200,7 @@ class _HistoryReader:
                     self._dispatched(record)
                 case AppliedRecord():
                     work.rows += len(record.counts) // 4
-                    self._applied(record)
+                    self._applied(record, turn.outcomes.get((record.epoch, record.step_id)))
                 case RequestRefused(frontend=frontend, finish=finish):
                     if (request := self._open.pop((frontend, finish.number), None)) is not None:
                         request.is_refused = True
@@ -207,10 +210,9 @@ class _HistoryReader:
                 case RequestPreempted():
                     self.history.num_preemptions += 1
 
-    def _arrive(self, frontend: int, message: GenerateRequest, tokens: Column) -> None:
-        self._num_arrivals += 1
-        length = len(message.token_ids) // 4
-        request = RecordedRequest(self._now, frontend, message, tokens, length)
+    def _arrive(self, frontend: int, message: GenerateRequest, blocks: Iterable[bytes] = ()) -> None:
+        tokens = unpack(message.token_ids)
+        request = RecordedRequest(self._now, frontend, message, tokens, len(tokens), blocks=[*blocks])
         if self._open.setdefault((frontend, message.number), request) is request:
             self.history.requests.append(request)
 
@@ -232,7 +234,7 @@ class _HistoryReader:
         plan = step.record.plan
         epoch, before, sampled = self._last_sampled
         began = max(times.prepared, sampled if (epoch, before + 1) == key else 0.0)
-        if self._stages > 1:  # until then it may wait for the stage before
+        if self._header.limits.stages > 1:  # until then it may wait for the stage before
             began = times.forward_began
         if not plan.has_structured_output_requests:  # its time includes the wait for the masks
             drafted = unpack(result.drafted) if result.drafted else np.zeros(len(step.slots), np.int32)
@@ -248,18 +250,23 @@ class _HistoryReader:
                 if most:
                     h.drafted.append(Drafted(verified, max(count - 1, 0)))
 
-    def _applied(self, record: AppliedRecord) -> None:
+    def _applied(self, record: AppliedRecord, outcome: OutcomeRecord | None) -> None:
         key = (record.epoch, record.step_id)
         step, result = self._in_flight.pop(key, None), self._results.pop(key, None)
         if step is None or result is None:
             return
-        ids, at = unpack(result.token_ids), 0
-        for slot, width, count in zip(
-            step.slots, unpack(result.counts).tolist(), unpack(record.counts).tolist(), strict=True
-        ):
-            if (owner := self._owners.get(slot)) is not None and count:
-                if len(ids):
-                    owner.tokens = np.concatenate((owner.tokens, ids[at : at + count]))
+        widths, counts, at = unpack(result.counts), unpack(record.counts).tolist(), 0
+        ids, owners = unpack(result.token_ids), [self._owners.get(slot) for slot in step.slots]
+        if outcome is not None:
+            params = (SamplingParams(1) if owner is None else owner.message.params for owner in owners)
+            fillers = [stand_ins.filler(each, self._header.vocab_size) for each in params]
+            ids = stand_ins.outputs(widths, fillers, outcome)
+            for slot, name in stand_ins.filled_blocks(outcome):
+                if (filled := self._owners.get(slot)) is not None:
+                    filled.blocks.append(name)
+        for owner, width, count in zip(owners, widths.tolist(), counts, strict=True):
+            if owner is not None and count:
+                owner.tokens = np.concatenate((owner.tokens, ids[at : at + count]))
                 owner.length += count
             at += width
 

@@ -23,14 +23,13 @@ from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.config import SchedulerConfig
-from services.scheduler.build import CoreStart, build_core
+from services.scheduler.build import CoreFactory, CoreStart
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import Event, RequestFinished, StepDispatched
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import LIVE, Column, SlotIds
 from services.scheduler.membership.sizes import GroupError, fit
-from services.scheduler.policies import make_policy
 from services.scheduler.recording.grammar import RecordedCompiler, RecordedGrammar
 from services.scheduler.recording.records import RecordingHeader
 from services.scheduler.what_if.cost import HostCost, StepCost, features_of, host_features
@@ -98,7 +97,7 @@ class WhatIf:
         self._history, self._device, self._hidden_size = history, device, header.hidden_size
         self._max_model_len = limits.max_model_len
         start = CoreStart(limits, header.epoch, header.vocab_size, header.hidden_size, RecordedCompiler())
-        self.core = build_core(config, start, make_policy(config, limits))
+        self.core = CoreFactory(config).core(start)
         self.core.observers.add(self)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -168,10 +167,11 @@ class WhatIf:
             self._open[key] = request
             self._requests += 1
             self.core.add(request.frontend, request.message)
-            if key not in self.core.requests:
+            if (added := self.core.requests.get(key)) is None:
                 del self._open[key]
                 self.measurements.num_refused += 1
                 return
+            added.block_hashes = [*request.blocks]
             if request.message.structured is not None:
                 *_, ticket = self.core.store.compiling.by_ticket
                 self._at(

@@ -1,5 +1,6 @@
 """Frontends and workers that leave, over real sockets: nothing is kept of them."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from protocol.codec import encode, pack
 from protocol.handshake import Hello
 from protocol.membership import EndEpoch, Heartbeat, Register
-from protocol.requests import AbortRequest, EnginePhase, EngineState, RequestOutputs
+from protocol.requests import AbortRequest, EnginePhase, EngineState, FrontendAlive, RequestOutputs
 from protocol.transport import Client, HandshakeRefused
 from protocol.transport import server as transport
 from services.scheduler.io.frontends import FrontendConnections
@@ -93,6 +94,21 @@ def test_frontends_that_left_use_up_no_room(frontends: Frontends, monkeypatch: p
         frontends.connect().close()
         until(lambda n=number: frontends.has_lost(*range(n + 1)))  # type: ignore[misc]
         assert not frontends.connections.peers
+
+
+def test_a_lease_ends_in_silence_and_any_message_renews_it(frontends: Frontends) -> None:
+    """The first frontend has never sent a sign of life, and has no lease."""
+    _, silent, renewed = clients = [frontends.connect() for _ in range(3)]
+    for client in (silent, renewed):
+        client.send(FrontendAlive())
+    until(lambda: (frontends.pump(), len(frontends.received) == 5)[1])
+    before = time.monotonic()
+    renewed.send(AbortRequest([7]))
+    until(lambda: (frontends.pump(), len(frontends.received) == 6)[1])
+    frontends.connections.end_leases(before)
+    assert frontends.has_lost(1)
+    for client in clients:
+        client.close()
 
 
 class Workers(DrivenConnections):

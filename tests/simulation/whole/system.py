@@ -9,7 +9,6 @@ that they use: `time`, `threading`, `queue`, `zmq`, an event loop of asyncio, `M
 
 import gc
 import logging
-import math
 import os
 import time
 from collections import Counter
@@ -247,9 +246,10 @@ class SimulatedEngine:
         assert not epoch.fences
         assert not engine.queue.unmasked, "a step waits for masks"
         assert not engine.store.suspects.active
-        frontends, leases, workers = service.frontends.peers, service.leases.expired(math.inf), service.workers.by_name
+        frontends, workers = service.frontends.peers, service.workers.by_name
         assert len(frontends) == num_frontends, f"{len(frontends)} frontends"
-        assert len(leases) == num_frontends, f"{len(leases)} leases"
+        assert all(frontend.heard is not None for frontend in frontends.values()), "a frontend has no lease"
+        assert service.cached_blocks.next_message.keys() <= frontends.keys(), "a lost frontend follows the cache"
         assert len(workers) == len(self.workers), f"{len(workers)} workers"
         assert incarnation_of(service.group.epoch) == service.incarnation
         assert service.group.status.phase is EnginePhase.READY

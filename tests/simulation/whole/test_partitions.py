@@ -1,6 +1,5 @@
 """Connections that live, but on which nothing arrives, in one direction: readiness, and what recovers."""
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -84,8 +83,8 @@ def test_a_frontend_that_no_sign_of_life_has_reached_is_not_ready() -> None:
         service = system.engine.service
         assert service is not None
         frontend_to_scheduler(system)
-        for frontend in service.leases.expired(math.inf):
-            service.leases.end(frontend)
+        for frontend in service.frontends.peers.values():
+            frontend.heard = None
         assert system.hub.run(NOTICED, lambda: not system.frontends[0].engine.ready)
 
 

@@ -34,9 +34,11 @@ from services.scheduler.recording import (
     EventRecording,
     FlightRecorder,
     LiveRecording,
+    RecordingError,
     RecordingHeader,
     SegmentWriter,
     recorder,
+    stand_ins,
 )
 from services.scheduler.recording.conversion import TokenRemover
 from services.scheduler.recording.records import VERSION, ArrivalRecord
@@ -71,6 +73,12 @@ def test_records_without_tokens_do_not_depend_on_what_requests_contain() -> None
     (ids, *records), (others, *same), (again, *_) = found
     assert records == same
     assert len({ids, others, again}) == 3  # ids of blocks have a key of the recording
+
+
+def test_a_request_that_every_token_ends_does_not_replay_without_tokens() -> None:
+    assert stand_ins.filler(SamplingParams(1, eos_token_ids=(0,), stop_token_ids=(2,)), 3) == 1
+    with pytest.raises(RecordingError, match="replays only with --record-tokens"):
+        stand_ins.filler(SamplingParams(1, eos_token_ids=(0, 1), stop_token_ids=(2,)), 3)
 
 
 class FullDisk(SegmentWriter):

@@ -29,3 +29,15 @@ def test_random_use_keeps_the_order_also_while_members_leave_during_a_walk() -> 
             queue.remove(r)
     assert walked == ordered
     assert list(queue) == [r for r in ordered if r.order_key % 2 == 0]
+
+
+def test_members_of_equal_keys_keep_their_order_and_leave_alone() -> None:
+    """Two requests of equal age, whose numbers are equal but for their upper bits."""
+    queue, members = WaitingQueue(), [request(number=7) for _ in range(3)]
+    for member in members:
+        queue.add(member)
+    queue.remove(members[1])
+    assert list(queue) == members[::2]
+    for member in queue:
+        queue.remove(member)
+    assert queue.head() is None

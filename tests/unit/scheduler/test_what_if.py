@@ -197,9 +197,11 @@ def arrivals(count: int) -> History:
     return History(requests)
 
 
-def serve(config: SchedulerConfig, device: ModelledDevice, directory: Path | None = None) -> Measurements:
-    """Serve `arrivals` by known costs. `directory`: the run is recorded there."""
-    head = header(LIMITS, config)
+def serve(
+    config: SchedulerConfig, device: ModelledDevice, directory: Path | None = None, has_tokens: bool = True
+) -> Measurements:
+    """Serve `arrivals` by known costs. `directory`: the run is recorded there, with or without tokens."""
+    head = replace(header(LIMITS, config), has_tokens=has_tokens)
     what_if = WhatIf(head, config, limits_for(head, config), arrivals(120), device)
     if directory is None:
         return what_if.run()
@@ -241,6 +243,14 @@ def test_a_recording_with_known_costs_is_predicted_exactly(
     truth = [figure.value for figure in serve(changed, known_device(shared)).figures()]
     assert [figure.value for figure in predicted.figures()] == pytest.approx(truth, rel=0.02)
     assert all(side.low <= side.value <= side.high for side in ranges)
+
+
+def test_a_recording_without_tokens_gives_each_request_all_of_its_tokens_and_blocks(tmp_path: Path) -> None:
+    """None of these ends it, also not behind its last full block."""
+    serve(SchedulerConfig.model_validate(SETTINGS), known_device(0.0), tmp_path, has_tokens=False)
+    requests = History.read(EventRecording(tmp_path)).requests
+    assert [request.length for request in requests] == [request.length for request in arrivals(120).requests]
+    assert all((len(r.tokens), len(r.blocks)) == (r.length, r.length // LIMITS.block_size) for r in requests)
 
 
 def test_a_figure_that_hangs_on_a_few_per_cent_is_not_predicted(models: dict[float, FittedModel]) -> None:

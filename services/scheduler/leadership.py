@@ -1,4 +1,4 @@
-"""Rights that end with silence, without a clock of their own: frontends' leases, and the scheduler's leadership."""
+"""The scheduler's leadership, without a clock of its own."""
 
 
 class Leadership:
@@ -31,31 +31,3 @@ class Leadership:
         if pause > self._silence:
             return f"this scheduler did not run for {pause:.1f} s, and the others have turned to another one"
         return "another scheduler has taken the place of this one" if replaced else None
-
-
-class Leases:
-    """A frontend renews its lease with every message.
-
-    A frontend that never sent a sign of life has no lease; only the loss of its connection ends its requests.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        """`seconds`: duration of a lease."""
-        self._seconds = seconds
-        self._heard: dict[int, float] = {}
-
-    def grant(self, frontend: int, now: float) -> None:
-        """A sign of life has arrived."""
-        self._heard[frontend] = now
-
-    def renew(self, frontend: int, now: float) -> None:
-        """Any other message has arrived."""
-        if frontend in self._heard:
-            self._heard[frontend] = now
-
-    def end(self, frontend: int) -> None:
-        self._heard.pop(frontend, None)
-
-    def expired(self, now: float) -> list[int]:
-        """Return the frontends whose lease is over. Call it after everything that has arrived was read."""
-        return [frontend for frontend, heard in self._heard.items() if now - heard > self._seconds]
