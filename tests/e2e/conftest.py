@@ -3,10 +3,12 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from tests.certificates import no_certificates  # noqa: F401  a fixture of all tests
 from tests.e2e.server import ServeProcess, serving
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -26,6 +28,19 @@ def sim() -> Iterator[ServeProcess]:
     record = os.environ.get("RUNAHEAD_SOAK_RECORD")
     with serving(*arguments, "--enable-admin-routes", *(("--record", record) if record else ())) as running:
         yield running
+
+
+@pytest.fixture
+def unharmed(sim: ServeProcess) -> Iterator[None]:
+    """Check after a test that the simulator's server runs, serves the next request and keeps nothing of others."""
+    before = {name: process.pid for name, process in sim.services.items()}
+    yield
+    body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True}
+    answer = httpx.post(f"{sim.url}/v1/completions", json=body, timeout=10.0)
+    assert answer.json().get("usage", {}).get("completion_tokens") == 4, answer.text
+    sim.find_services()
+    assert {name: process.pid for name, process in sim.services.items()} == before
+    wait_until(lambda: sim.metric("num_requests_running") + sim.metric("num_requests_waiting") == 0, "none is left")
 
 
 @pytest.fixture(scope="session")

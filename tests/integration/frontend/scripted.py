@@ -227,7 +227,10 @@ class Frontend:
         return ThreadPoolExecutor(1).submit(self.post, path, body, **options)
 
     def client(self, key: str = "none") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+        """Its connections end with their answers. A client that nobody closes is garbage in a cycle, where Python may
+        finalise a socket first, and warn."""
+        close = {"Connection": "close"}
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE, default_headers=close)
 
     def async_client(self) -> AsyncOpenAI:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)

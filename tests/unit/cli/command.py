@@ -1,13 +1,18 @@
 """Runs a command of `runahead`, in this process or in one of its own."""
 
 import os
+from functools import cache
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
+import typer.main
 
 from services.cli.app import run
 from tests.preloaded import ERRORS, OUTPUT, PreloadedProcess
+
+made = cache(typer.main.get_command)
+"""Makes the options of all commands once, which takes longer than most commands."""
 
 
 class Done(NamedTuple):
@@ -18,7 +23,8 @@ class Done(NamedTuple):
 
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> Done:
     """Run a command in this process, whose log stays as it is. For commands that do not start a service."""
-    with mock.patch.dict(os.environ, {"COLUMNS": "200"}), mock.patch("services.cli.logs.configure"):
+    call = mock.patch.object(typer.Typer, "__call__", lambda app, *given, **more: made(app)(*given, **more))
+    with call, mock.patch.dict(os.environ, {"COLUMNS": "200"}), mock.patch("services.cli.logs.configure"):
         status = run(list(arguments))
     return Done(status, *capsys.readouterr())
 

@@ -191,9 +191,10 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def places(tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return paths that stand in the command lines, in braces."""
+    tmp_path = tmp_path_factory.mktemp("places")
     folder, other, yaml = tmp_path / "folder", tmp_path / "other", tmp_path / "config.yaml"
     folder.mkdir()
     other.mkdir()
