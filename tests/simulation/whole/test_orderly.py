@@ -2,7 +2,7 @@
 
 `play` checks each run: every answer equals that of a run without faults, nothing is left when it is quiet, weights are
 not read again, older incarnations have no effect, and requests are served after the faults. Orderly runs have even
-seeds, noisy ones (test_noisy.py) odd ones; both files together are 150 seeds.
+seeds, noisy ones (test_noisy.py) odd ones; both files together are 200 seeds.
 """
 
 from collections import Counter
