@@ -27,9 +27,6 @@ class BatchQueue:
         """Steps whose masks have not all been sent, in order."""
         return [step for step in self.steps if step.unmasked]
 
-    def push(self, step: InflightStep) -> None:
-        self.steps.append(step)
-
     def deliver(self, result: ModelRunnerOutput) -> bool:
         """Match a result to its step by id (identity matching). Return False if no such step is in flight."""
         known = any(step.step_id == result.step_id for step in self.steps) and result.step_id not in self.results
