@@ -251,4 +251,4 @@ class StepRecorder:
 def _shifted(times: StepTimes, offset: float) -> StepTimes:
     """Return the times on the scheduler's clock; 0.0 still means that a time was not measured."""
     moments = [at and at - offset for at in _moments_of(times)]
-    return StepTimes(*moments, *_durations_of(times))
+    return StepTimes(*(*moments, *_durations_of(times)))
