@@ -137,7 +137,7 @@ class Service:
                 if signals in ready:
                     self._on_signal(wakeup)
                 if not ready.keys().isdisjoint(clients):
-                    self._read_clients(began)
+                    self._read_clients()
                 if not ready.keys().isdisjoint(workers):
                     self._read_workers()
                 if checks := self._checks_are_due(began):
@@ -207,8 +207,8 @@ class Service:
 
     # -- in ------------------------------------------------------------------------------------------------------
 
-    def _read_clients(self, now: float) -> None:
-        self._next_check = now
+    def _read_clients(self) -> None:
+        now, self._next_check = time.monotonic(), 0.0
         for client, message in self.frontends.receive():
             self.leases.renew(client, now)
             try:
