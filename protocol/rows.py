@@ -258,4 +258,4 @@ def _same_length(what: str, **columns: NDArray[np.generic] | bytes) -> None:
 
 def _negative(*columns: I32) -> bool:
     """Return whether a number is negative: the last byte of it, which has the sign, is no ASCII."""
-    return not b"".join(columns)[3::4].isascii()
+    return not b"".join(columns)[3::4].isascii()  # type: ignore[arg-type]  # arrays are buffers
