@@ -186,8 +186,8 @@ class Service:
         return min(200 if self.group.settling else 1000, until_sign)
 
     def _checks_are_due(self, now: float) -> bool:
-        """Return whether to look at more than results: no step is in flight, something else has arrived, a peer was
-        found to be gone, or `CHECK_INTERVAL` is over."""
+        """Return whether to look at more than results: no step is in flight, as after the loss of an epoch, something
+        else has arrived, a peer was found to be gone, or `CHECK_INTERVAL` is over."""
         if now >= self._next_check or self.engine is None or not self.engine.queue.steps:
             return True
         return bool(self.workers.server.lost or self.frontends.server.lost)
@@ -286,7 +286,7 @@ class Service:
         if self.engine is None:
             return
         if not self.group.may_return(worker, result.epoch):
-            self._on_impossible_result(worker, "another rank sends the results", now)
+            self.group.on_impossible_result(worker, "another rank sends the results", now)
             return
         if self.group.on_result(result.epoch, result.step_id, now):
             self._subscriptions.add_times(worker, result, self.workers.clock_offset)
@@ -294,11 +294,7 @@ class Service:
         try:
             self.engine.on_result(result)
         except UnknownResult as error:  # worker and scheduler disagree about the batch
-            self._on_impossible_result(worker, str(error), now)
-
-    def _on_impossible_result(self, worker: bytes, error: str, now: float) -> None:
-        self._next_check = 0.0
-        self.group.on_impossible_result(worker, error, now)
+            self.group.on_impossible_result(worker, str(error), now)
 
     def _watch_workers(self) -> None:
         """Pass broken connections and the time to the group."""
@@ -391,7 +387,6 @@ class Service:
                 try:
                     self._dispatch(self.engine)
                 except StallError as error:
-                    self._next_check = 0.0
                     self.group.fail(str(error), time.monotonic())
                     self._act()
             self._publish()
@@ -444,7 +439,6 @@ class Service:
             if not self.workers.broadcast(self._ranks, message):
                 messages.close()
                 self._watch_workers()
-                self._next_check = 0.0
 
     def _publish(self) -> None:
         if self.engine is None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -105,26 +105,11 @@ class StepRecorder:
         self._events: deque[EngineEvent] = deque()
         self._requests: deque[RequestRecord] = deque()
         self._dropped = 0
-        self._readers: dict[type, Callable[[float, Any], None]] = {
-            _Report: self._on_report,
-            events.AllRequestsFailed: self._on_failure,
-            events.DispatchStarted: self._on_forming,
-            events.EpochEnded: self._on_epoch_ended,
-            events.EpochStarted: self._on_epoch_started,
-            events.GrammarSent: self._on_forming,
-            events.RequestFinished: self._on_finished,
-            events.RequestPreempted: self._on_preempted,
-            events.ResultApplied: self._on_applied,
-            events.ResultArrived: self._on_arrived,
-            events.StepDispatched: self._on_dispatched,
-        }
-        """Types of what is logged. While the log has an entry the scheduler wakes often, so none is written in each
-        turn."""
 
     # -- what enters ---------------------------------------------------------------------------------------------
 
     def observe(self, event: events.Event | _Report) -> None:
-        if type(event) in self._readers:
+        if type(event) in self._READERS:
             self._log.append((self._clock(), event))
             if len(self._log) >= MAX_LOG:
                 self._read_log()
@@ -142,9 +127,8 @@ class StepRecorder:
 
     def _read_log(self) -> None:
         log, self._log = self._log, []
-        readers = self._readers
         for now, entry in log:
-            readers[type(entry)](now, entry)
+            self._READERS[type(entry)](self, now, entry)
         while len(self._applied) + len(self._events) + len(self._requests) > MAX_RECORDS:
             self._drop_oldest()
 
@@ -177,20 +161,6 @@ class StepRecorder:
         step.generated, step.applied = generated.tobytes(), now
         self._applied.append(key)
 
-    def _on_preempted(self, now: float, event: events.RequestPreempted) -> None:
-        frontend, number = event.request
-        self._add_event(now, EngineEventKind.PREEMPTED, f"{frontend}/{number}")
-
-    def _on_epoch_started(self, now: float, event: events.EpochStarted) -> None:
-        self._epoch = event.epoch
-        self._add_event(now, EngineEventKind.EPOCH_STARTED)
-
-    def _on_epoch_ended(self, now: float, event: events.EpochEnded) -> None:
-        self._add_event(now, EngineEventKind.EPOCH_ENDED, f"{self._void_steps()} steps in flight are void")
-
-    def _on_failure(self, now: float, event: events.AllRequestsFailed) -> None:
-        self._void_steps()
-
     def _on_finished(self, now: float, event: events.RequestFinished) -> None:
         finish = event.finish
         self._requests.append(
@@ -204,6 +174,33 @@ class StepRecorder:
                 num_preemptions=finish.num_preemptions,
             )
         )
+
+    def _on_other(self, now: float, event: events.Event) -> None:
+        match event:
+            case events.RequestPreempted(request=(frontend, number)):
+                self._add_event(now, EngineEventKind.PREEMPTED, f"{frontend}/{number}")
+            case events.EpochStarted(epoch=epoch):
+                self._epoch = epoch
+                self._add_event(now, EngineEventKind.EPOCH_STARTED)
+            case events.EpochEnded():
+                self._add_event(now, EngineEventKind.EPOCH_ENDED, f"{self._void_steps()} steps in flight are void")
+            case events.AllRequestsFailed():
+                self._void_steps()
+
+    _READERS: ClassVar[dict[type, Callable[..., None]]] = {
+        _Report: _on_report,
+        events.AllRequestsFailed: _on_other,
+        events.DispatchStarted: _on_forming,
+        events.EpochEnded: _on_other,
+        events.EpochStarted: _on_other,
+        events.GrammarSent: _on_forming,
+        events.RequestFinished: _on_finished,
+        events.RequestPreempted: _on_other,
+        events.ResultApplied: _on_applied,
+        events.ResultArrived: _on_arrived,
+        events.StepDispatched: _on_dispatched,
+    }
+    """What is logged. While the log has an entry the scheduler wakes often, so none is written in each turn."""
 
     def _void_steps(self) -> int:
         """Drop the steps in flight, which get no record. Return their number."""
