@@ -344,7 +344,7 @@ class EngineCore:
         return events.StepDispatched(
             step,
             plan,
-            requests=tuple(slots.request(new.slot).key for new in plan.new),
+            requests=tuple([slots.request(new.slot).key for new in plan.new]),
             frontends=slots.frontend[step.slots],
             numbers=slots.number[step.slots],
             entries=slots.entry[step.slots],
