@@ -71,7 +71,7 @@ class StepRows(NamedTuple):
             raise ProtocolError(f"{what} has `samples` other than 0 and 1")
         drafts = unpack(plan.drafts or bytes(len(plan.counts)))
         _same_length(what, counts=counts, drafts=drafts)
-        if _negative(slots | generations | starts | drafts | (counts - drafts - 1)):
+        if _negative(slots, generations, starts, drafts, counts - drafts - 1):
             raise ProtocolError(f"{what} has a negative number, or a row without a token")
         if plan.drafts and drafts[unpack(samples, np.bool_) == 0].any():
             raise ProtocolError(f"{what} has drafts in a row that does not sample")
@@ -79,7 +79,7 @@ class StepRows(NamedTuple):
             raise ProtocolError(f"{what} requests drafts of a drafter that rests")
         block_slots, block_ids, released = map(unpack, (plan.block_slots, plan.block_ids, plan.released))
         _same_length(what, block_slots=block_slots, block_ids=block_ids)
-        if _negative(block_slots | block_ids) or _negative(released):
+        if _negative(block_slots, block_ids, released):
             raise ProtocolError(f"{what} has a negative number in its blocks or released slots")
         sampling, masked = unpack(samples, np.bool_), unpack(plan.masked)
         if plan.masked and not {*masked.tolist()}.issubset(slots[sampling].tolist()):
@@ -105,7 +105,7 @@ class GrammarRows(NamedTuple):
         counts = unpack(grammar.counts) if grammar.counts else np.ones(len(slots), np.int32)
         _same_length("the grammar", slots=slots, counts=counts)
         number = int(np.add.reduce(counts, dtype=np.int64))
-        if _negative(slots | (counts - 1)) or len(words) != number * width:
+        if _negative(slots, counts - 1) or len(words) != number * width:
             raise ProtocolError(
                 f"the grammar of step {grammar.step_id} has {len(words)} words of bitmask for {len(slots)} rows with "
                 f"{number} masks of {width}"
@@ -133,7 +133,7 @@ class ResultRows(NamedTuple):
         drafted = unpack(result.drafted or bytes(len(result.counts)))
         rows = cls(slots, generations, counts, token_ids, drafted)
         _same_length(what, slots=slots, generations=generations, counts=counts, drafted=drafted)
-        if _negative(slots | generations | counts | drafted) or _negative(token_ids):
+        if _negative(slots, generations, counts, drafted, token_ids):
             raise ProtocolError(f"{what} has a negative number")
         if (tokens := total(counts)) != len(token_ids):
             raise ProtocolError(f"{what} has {len(token_ids)} tokens, but its rows count {tokens}")
@@ -152,7 +152,7 @@ class ProgressRows(NamedTuple):
         what = "the result's progress"
         rows = cls(unpack(result.progress_slots), unpack(result.progress_frontiers))
         _same_length(what, slots=rows.slots, frontiers=rows.frontiers)
-        if _negative(rows.slots | rows.frontiers):
+        if _negative(*rows):
             raise ProtocolError(f"{what} has a negative number")
         if len(np.unique(rows.slots)) != len(rows.slots):
             raise ProtocolError(f"{what} names a slot twice")
@@ -179,7 +179,7 @@ class LogprobRows(NamedTuple):
             what, owners=rows.owners, positions=rows.positions, counts=rows.counts, token_ranks=rows.token_ranks
         )
         _same_length(what, token_ids=rows.token_ids, values=rows.values)
-        if _negative(rows.positions | (rows.counts - 1) | (rows.token_ranks - 1)) or _negative(rows.token_ids):
+        if _negative(rows.positions, rows.counts - 1, rows.token_ranks - 1, rows.token_ids):
             raise ProtocolError(f"{what} have a negative number, or a row without an entry")
         if int(np.add.reduce(rows.counts, dtype=np.int64)) != len(rows.token_ids) or np.isnan(rows.values).any():
             raise ProtocolError(f"{what} differ in number from the sum of their counts, or contain NaN")
@@ -219,7 +219,7 @@ class EmbeddingRows(NamedTuple):
         sizes = unpack(result.embedding_sizes)
         if not result.embedding_sizes and len(slots):
             sizes = np.full(len(slots), len(values) // len(slots), np.int32)
-        if not len(slots) or len(sizes) != len(slots) or sizes.sum() != len(values) or _negative(slots | sizes):
+        if not len(slots) or len(sizes) != len(slots) or sizes.sum() != len(values) or _negative(slots, sizes):
             raise ProtocolError(f"{len(values)} numbers are no embeddings of {len(slots)} slots")
         return cls(slots, sizes, values)
 
@@ -245,7 +245,7 @@ class OutputRows(NamedTuple):
         numbers = unpack(outputs.numbers, np.uint32)
         indices, token_ids = unpack(outputs.indices), unpack(outputs.token_ids)
         _same_length("the outputs", numbers=numbers, indices=indices, token_ids=token_ids)
-        if _negative(indices | token_ids):
+        if _negative(indices, token_ids):
             raise ProtocolError("the outputs have a negative number")
         return cls(numbers, indices, token_ids)
 
@@ -256,5 +256,6 @@ def _same_length(what: str, **columns: NDArray[np.generic] | bytes) -> None:
         raise ProtocolError(f"columns of {what} differ in length: {dict(zip(columns, lengths, strict=True))}")
 
 
-def _negative(column: I32) -> bool:
-    return len(column) > 0 and bool(column[column.argmin()] < 0)
+def _negative(*columns: I32) -> bool:
+    """Return whether a number is negative: the last byte of it, which has the sign, is no ASCII."""
+    return not b"".join(columns)[3::4].isascii()  # type: ignore[arg-type]  # arrays are buffers

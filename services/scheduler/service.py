@@ -4,7 +4,6 @@ One thread, one poll: client messages first (an abort that arrived with a result
 messages, then the actions of the group, then everything there is to send.
 """
 
-import contextlib
 import logging
 import math
 import os
@@ -32,7 +31,7 @@ from protocol.requests import (
     RequestOutputs,
 )
 from protocol.silence import SIGN_INTERVAL
-from protocol.steps import BlocksLoaded, ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
+from protocol.steps import BlocksLoaded, ModelRunnerOutput, SchedulerOutput, StepFault, StepReport
 from protocol.suspects import SUSPECT_AFTER
 from services.checkpoint.gguf import forget_headers
 from services.config import SchedulerConfig
@@ -74,7 +73,7 @@ LINGER_MS = 1000
 PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
 CHECK_INTERVAL = 0.02
-"""Seconds between two looks at the timeouts of workers, if nothing but results arrives from them."""
+"""Seconds between two looks at timeouts, lost peers and what is due to frontends, while nothing but results arrives."""
 SWITCH_INTERVAL = 1e-4
 """Seconds after which the loop lends the interpreter's lock to a thread that makes masks or compiles a grammar."""
 
@@ -124,7 +123,8 @@ class Service:
         try:
             poller = zmq.Poller()
             clients, workers = self.frontends.server.sockets, self.workers.server.sockets
-            for source in (*clients, *workers, wakeup, *self._structured.fds):
+            signals, makers = wakeup.fileno(), self._structured.fds
+            for source in (*clients, *workers, wakeup, *makers):
                 poller.register(source, zmq.POLLIN)
             worked = 0.0
             while not self._finished():
@@ -133,16 +133,20 @@ class Service:
                 self._check_leadership(began)
                 if self.engine is not None:
                     self.engine.advance(began, worked)
-                if wakeup.fileno() in ready:
+                if signals in ready:
                     self._on_signal(wakeup)
                 if not ready.keys().isdisjoint(clients):
                     self._read_clients()
                 if not ready.keys().isdisjoint(workers):
                     self._read_workers()
-                self._watch_workers()
-                if self.engine is not None:
+                if checks := self._checks_are_due(began):
+                    self._watch_workers()
+                is_made = self._structured.grammars or not ready.keys().isdisjoint(makers)
+                if self.engine is not None and (is_made or self.engine.store.masks):
                     self._structured.read(self.engine)
                 self._send()
+                if checks or self._checks_are_due(began):
+                    self._report()
                 worked = time.monotonic() - began
             if self.group.failed:
                 log.error("%s", self.group.status.detail)
@@ -171,12 +175,21 @@ class Service:
         """Return the milliseconds to wait for messages. When idle, the loop wakes only for its signs of life."""
         if self._structured.grammars:
             return 0
+        if self.engine is not None and self.engine.queue.steps:
+            return PROBE_MS
         if self.workers.server.sweeps or self._subscriptions.pending:
             return PROBE_MS
         if self.engine is not None and self.engine.has_requests:
             return int(1000 * GAUGE_INTERVAL)
         until_sign = math.ceil(1000 * max(0.0, self._next_sign - time.monotonic()))
         return min(200 if self.group.settling else 1000, until_sign)
+
+    def _checks_are_due(self, now: float) -> bool:
+        """Return whether to look at more than results: no step is in flight, as after the loss of an epoch, something
+        else has arrived, a peer was found to be gone, or `CHECK_INTERVAL` is over."""
+        if now >= self._next_check or self.engine is None or not self.engine.queue.steps:
+            return True
+        return bool(self.workers.server.lost or self.frontends.server.lost)
 
     @property
     def _is_idle(self) -> bool:
@@ -187,12 +200,14 @@ class Service:
 
     def _on_signal(self, wakeup: socket.socket) -> None:
         wakeup.recv(64)
+        self._next_check = 0.0
         self._stop_now, self._draining = self._draining, True
         log.info("stopping now" if self._stop_now else "draining: open requests finish, new ones are refused")
 
     # -- in ------------------------------------------------------------------------------------------------------
 
     def _read_clients(self) -> None:
+        self._next_check = 0.0
         for client, message in self.frontends.receive():
             try:
                 self._on_client_message(client, message)
@@ -232,21 +247,23 @@ class Service:
     def _read_workers(self) -> None:
         now = time.monotonic()
         for worker, message in self.workers.receive():
-            if not isinstance(message, StepResult):
-                self._next_check = now
             try:
-                self._on_worker_message(worker, message, now)
+                if isinstance(message, ModelRunnerOutput):
+                    self._on_result(worker, message, now)
+                else:
+                    self._on_worker_message(worker, message, now)
             except ProtocolError as error:
                 self.workers.server.count_error(worker, error)
             self._act()
             if isinstance(message, ModelRunnerOutput) and message.embeddings:
                 self._publish()  # those of two steps may be too large for one message
 
-    def _on_worker_message(self, worker: bytes, message: WorkerMessage | StepResult, now: float) -> None:
+    def _on_worker_message(
+        self, worker: bytes, message: WorkerMessage | StepReport | StepFault | BlocksLoaded, now: float
+    ) -> None:
         """Raises: ProtocolError"""
+        self._next_check = 0.0
         match message:
-            case ModelRunnerOutput():
-                self._on_result(worker, message, now)
             case BlocksLoaded():
                 if self.engine is not None and worker in self._ranks and message.epoch == self.group.epoch:
                     done = self._cache_control.on_loaded(worker, message, len(self._ranks), self.engine)
@@ -267,8 +284,7 @@ class Service:
         if not self.group.may_return(worker, result.epoch):
             self.group.on_impossible_result(worker, "another rank sends the results", now)
             return
-        self.group.on_result(result.epoch, result.step_id, now)
-        if result.epoch == self.group.epoch:
+        if self.group.on_result(result.epoch, result.step_id, now):
             self._subscriptions.add_times(worker, result, self.workers.clock_offset)
             self._reports.worker_seconds.add(result.times)
         try:
@@ -373,20 +389,18 @@ class Service:
             if self._ranks:
                 for listener in self._listeners:
                     listener.on_turn(self.engine)
-        self._send_records()
-        self._send_state()
-        for frontend in self.frontends.take_gone():
-            self._drop_frontend(frontend)
+            for frontend, changes in self.cached_blocks.take(self.engine.store.now, self.engine.epoch.kv):
+                self.frontends.send_if_connected(frontend, changes)
 
-    def _send_records(self) -> None:
-        now = time.monotonic()
-        if (taken := self._subscriptions.take(now)) is not None:
+    def _report(self) -> None:
+        """Send what is due to frontends besides the outputs of steps, and drop those that are gone."""
+        if (taken := self._subscriptions.take(time.monotonic())) is not None:
             records, frontends = taken
             for frontend in frontends:
                 self.frontends.send_if_connected(frontend, records)
-        if self.engine is not None:
-            for frontend, changes in self.cached_blocks.take(now, self.engine.epoch.kv):
-                self.frontends.send_if_connected(frontend, changes)
+        self._send_state()
+        for frontend in self.frontends.take_gone():
+            self._drop_frontend(frontend)
 
     def _send_state(self) -> None:
         """Give the signs of life that are due, with the engine's state, which may be due by itself."""
@@ -412,15 +426,13 @@ class Service:
         self.cached_blocks.set(frontend, subscribed=False)
 
     def _dispatch(self, engine: EngineCore) -> None:
-        with contextlib.closing(engine.dispatch()) as messages:
-            for message in messages:
-                if isinstance(message, SchedulerOutput):
-                    self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
-                if not self.workers.broadcast(self._ranks, message):
-                    break
-            else:
-                return
-        self._watch_workers()
+        messages = engine.dispatch()
+        for message in messages:
+            if isinstance(message, SchedulerOutput):
+                self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
+            if not self.workers.broadcast(self._ranks, message):
+                messages.close()
+                self._watch_workers()
 
     def _publish(self) -> None:
         if self.engine is None:

@@ -9,12 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
 
-from protocol.codec import pack
 from protocol.records import (
     EngineEvent,
     EngineEventKind,
@@ -44,10 +42,39 @@ _durations_of = attrgetter(*STEP_DURATIONS)
 class _Step:
     """A step without its result, or one that waits for the reports of other ranks."""
 
-    record: StepRecord
-    """With what is known so far, but without `ranks`."""
+    event: events.StepDispatched
+    planned: float
+    dispatched: float
     num_ranks: int
+    received: float = 0.0
+    applied: float = 0.0
+    generated: bytes = b""
     ranks: dict[int, RankTimes] = field(default_factory=dict)
+
+    def record(self) -> StepRecord:
+        event, row, plan = self.event, self.event.step, self.event.plan
+        return StepRecord(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            planned=self.planned,
+            dispatched=self.dispatched,
+            result_received=self.received,
+            applied=self.applied,
+            ranks=[self.ranks[rank] for rank in sorted(self.ranks)],
+            frontends=event.frontends.tobytes(),
+            numbers=event.numbers.tobytes(),
+            scheduled=row.counts.tobytes(),
+            prefills=(row.starts < event.entries).tobytes(),
+            drafted=row.drafts.tobytes(),
+            generated=self.generated,
+            steps_in_flight=event.steps_in_flight,
+            num_running=event.num_running,
+            num_waiting=event.num_waiting,
+            kv_cache_usage=event.kv_cache_usage,
+            num_speculative_tokens=row.proposes,
+            is_draft_trial=row.is_trial,
+            speculation_rests=row.rests,
+        )
 
 
 class _Report(NamedTuple):
@@ -58,14 +85,6 @@ class _Report(NamedTuple):
     """On the clock of the rank."""
     clock_offset: float
     """Seconds by which the rank's clock is ahead of the scheduler's."""
-
-
-_READ = {
-    _Report, events.AllRequestsFailed, events.DispatchStarted, events.EpochEnded, events.EpochStarted,
-    events.GrammarSent, events.RequestFinished, events.RequestPreempted, events.ResultApplied, events.ResultArrived,
-    events.StepDispatched,
-}  # fmt: skip
-"""Types of what is logged. While the log has an entry the scheduler wakes often, so none is written in each turn."""
 
 
 class StepRecorder:
@@ -90,11 +109,10 @@ class StepRecorder:
     # -- what enters ---------------------------------------------------------------------------------------------
 
     def observe(self, event: events.Event | _Report) -> None:
-        if type(event) not in _READ:
-            return
-        self._log.append((self._clock(), event))
-        if len(self._log) >= MAX_LOG:
-            self._read_log()
+        if type(event) in self._READERS:
+            self._log.append((self._clock(), event))
+            if len(self._log) >= MAX_LOG:
+                self._read_log()
 
     def add_times(self, epoch: int, step_id: int, rank: RankTimes, clock_offset: float) -> None:
         """Add the times of a rank. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
@@ -110,67 +128,28 @@ class StepRecorder:
     def _read_log(self) -> None:
         log, self._log = self._log, []
         for now, entry in log:
-            self._read(now, entry)
-            while len(self._applied) + len(self._events) + len(self._requests) > MAX_RECORDS:
-                self._drop_oldest()
+            self._READERS[type(entry)](self, now, entry)
+        while len(self._applied) + len(self._events) + len(self._requests) > MAX_RECORDS:
+            self._drop_oldest()
 
-    def _read(self, now: float, entry: events.Event | _Report) -> None:
-        match entry:
-            case events.DispatchStarted() | events.GrammarSent():
-                self._began = now
-            case events.StepDispatched():
-                self._on_dispatched(now, entry)
-            case _Report(key, rank, clock_offset):
-                if (step := self._steps.get(key)) is not None:
-                    times = _shifted(rank.times, clock_offset)
-                    step.ranks[rank.rank] = RankTimes(rank.rank, times, rank.returns_result)
-            case events.ResultArrived(result=result):
-                step = self._steps.get((result.epoch, result.step_id))
-                if step is not None and not step.record.result_received:
-                    step.record = replace(step.record, result_received=now)
-            case events.ResultApplied():
-                self._on_applied(now, entry)
-            case events.RequestPreempted(request=(frontend, number)):
-                self._add_event(now, EngineEventKind.PREEMPTED, f"{frontend}/{number}")
-            case events.RequestFinished():
-                self._on_finished(entry)
-            case events.EpochStarted(epoch=epoch):
-                self._epoch = epoch
-                self._add_event(now, EngineEventKind.EPOCH_STARTED)
-            case events.EpochEnded():
-                self._add_event(now, EngineEventKind.EPOCH_ENDED, f"{self._void_steps()} steps in flight are void")
-            case events.AllRequestsFailed():
-                self._void_steps()
+    def _on_forming(self, now: float, event: events.DispatchStarted | events.GrammarSent) -> None:
+        self._began = now
 
     def _on_dispatched(self, now: float, event: events.StepDispatched) -> None:
-        plan = event.plan
-        for new, key in zip(plan.new, event.requests, strict=True):
+        for new, key in zip(event.plan.new, event.requests, strict=True):
             self._requests.append(RequestRecord(*key, new.request_id, new.num_prompt_tokens))
-        row = event.step
-        record = StepRecord(
-            epoch=plan.epoch,
-            step_id=plan.step_id,
-            planned=self._began,
-            dispatched=now,
-            result_received=0.0,
-            applied=0.0,
-            ranks=[],
-            frontends=pack(event.frontends),
-            numbers=pack(event.numbers),
-            scheduled=pack(row.counts),
-            prefills=(row.starts < event.entries).tobytes(),
-            drafted=pack(row.drafts),
-            generated=b"",
-            steps_in_flight=event.steps_in_flight,
-            num_running=event.num_running,
-            num_waiting=event.num_waiting,
-            kv_cache_usage=event.kv_cache_usage,
-            num_speculative_tokens=row.proposes,
-            is_draft_trial=row.is_trial,
-            speculation_rests=row.rests,
-        )
-        self._steps[plan.epoch, plan.step_id] = _Step(record, self._num_ranks)
+        self._steps[event.plan.epoch, event.plan.step_id] = _Step(event, self._began, now, self._num_ranks)
         self._began = now
+
+    def _on_report(self, now: float, report: _Report) -> None:
+        if (step := self._steps.get(report.key)) is not None:
+            rank, times = report.rank, _shifted(report.rank.times, report.clock_offset)
+            step.ranks[rank.rank] = RankTimes(rank.rank, times, rank.returns_result)
+
+    def _on_arrived(self, now: float, event: events.ResultArrived) -> None:
+        step = self._steps.get((event.result.epoch, event.result.step_id))
+        if step is not None and not step.received:
+            step.received = now
 
     def _on_applied(self, now: float, event: events.ResultApplied) -> None:
         key = event.result.epoch, event.result.step_id
@@ -179,10 +158,10 @@ class StepRecorder:
             return
         generated = np.zeros(len(event.step.slots), np.int32)
         generated[event.step.samples] = event.counts
-        step.record = replace(step.record, generated=pack(generated), applied=now)
+        step.generated, step.applied = generated.tobytes(), now
         self._applied.append(key)
 
-    def _on_finished(self, event: events.RequestFinished) -> None:
+    def _on_finished(self, now: float, event: events.RequestFinished) -> None:
         finish = event.finish
         self._requests.append(
             RequestRecord(
@@ -195,6 +174,33 @@ class StepRecorder:
                 num_preemptions=finish.num_preemptions,
             )
         )
+
+    def _on_other(self, now: float, event: events.Event) -> None:
+        match event:
+            case events.RequestPreempted(request=(frontend, number)):
+                self._add_event(now, EngineEventKind.PREEMPTED, f"{frontend}/{number}")
+            case events.EpochStarted(epoch=epoch):
+                self._epoch = epoch
+                self._add_event(now, EngineEventKind.EPOCH_STARTED)
+            case events.EpochEnded():
+                self._add_event(now, EngineEventKind.EPOCH_ENDED, f"{self._void_steps()} steps in flight are void")
+            case events.AllRequestsFailed():
+                self._void_steps()
+
+    _READERS: ClassVar[dict[type, Callable[..., None]]] = {
+        _Report: _on_report,
+        events.AllRequestsFailed: _on_other,
+        events.DispatchStarted: _on_forming,
+        events.EpochEnded: _on_other,
+        events.EpochStarted: _on_other,
+        events.GrammarSent: _on_forming,
+        events.RequestFinished: _on_finished,
+        events.RequestPreempted: _on_other,
+        events.ResultApplied: _on_applied,
+        events.ResultArrived: _on_arrived,
+        events.StepDispatched: _on_dispatched,
+    }
+    """What is logged. While the log has an entry the scheduler wakes often, so none is written in each turn."""
 
     def _void_steps(self) -> int:
         """Drop the steps in flight, which get no record. Return their number."""
@@ -225,11 +231,11 @@ class StepRecorder:
         records, now = [], self._clock()
         while self._applied:
             step = self._steps[self._applied[0]]
-            waits = len(step.ranks) < step.num_ranks and now < step.record.applied + REPORT_SECONDS
+            waits = len(step.ranks) < step.num_ranks and now < step.applied + REPORT_SECONDS
             if waits and not everything:
                 break
             del self._steps[self._applied.popleft()]
-            records.append(replace(step.record, ranks=[step.ranks[rank] for rank in sorted(step.ranks)]))
+            records.append(step.record())
         if not (records or self._events or self._dropped or everything):
             return None  # a request alone waits for a step: its first one, or the next one of others
         batch = StepRecords(records, list(self._events), self._dropped, now, list(self._requests))
@@ -241,5 +247,5 @@ class StepRecorder:
 
 def _shifted(times: StepTimes, offset: float) -> StepTimes:
     """Return the times on the scheduler's clock; 0.0 still means that a time was not measured."""
-    moments = (at and at - offset for at in _moments_of(times))
+    moments = [at and at - offset for at in _moments_of(times)]
     return StepTimes(*(*moments, *_durations_of(times)))

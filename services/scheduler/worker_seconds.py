@@ -1,6 +1,10 @@
 """Seconds of the output rank by what it did, summed over steps."""
 
+from operator import attrgetter, sub
+
 from protocol.steps import STEP_DURATIONS, StepTimes
+
+_MOMENTS = [*map(attrgetter, ("forward_began", "forward_ended", "sampled"))]
 
 
 class WorkerSeconds:
@@ -17,10 +21,10 @@ class WorkerSeconds:
     def stats(self) -> dict[str, float]:
         """Return the sums by the names of their metrics. Call it regularly."""
         sums, new, self._new = self._sums, self._new, []
-        for times in new:
-            for name in STEP_DURATIONS:
-                sums[name] += getattr(times, name)
-            sums["busy"] += times.sampled - times.forward_began
-            sums["forward"] += times.forward_ended - times.forward_began
-            sums["sampling"] += times.sampled - times.forward_ended
+        for name in STEP_DURATIONS:
+            sums[name] += sum(map(attrgetter(name), new))
+        began, ended, sampled = ([*map(moment, new)] for moment in _MOMENTS)
+        sums["busy"] += sum(map(sub, sampled, began))
+        sums["forward"] += sum(map(sub, ended, began))
+        sums["sampling"] += sum(map(sub, sampled, ended))
         return {f"worker_{name}_seconds_total": seconds for name, seconds in self._sums.items()}

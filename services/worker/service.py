@@ -5,8 +5,6 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import zmq
 
@@ -107,9 +105,7 @@ class Worker:
         try:
             self._start_up.register()
             while self._session.phase not in (Phase.LEAVING, Phase.FAILED) and not self._link.is_closing:
-                frame = self._receive()
-                if frame is not None:
-                    self._handle(frame)
+                self._turn()
                 if self._link.results.failed.is_set():
                     self._session.failed()
         except (PeerGone, PeerSlow) as error:
@@ -131,13 +127,31 @@ class Worker:
         except (HandshakeTimeout, PeerGone, PeerSlow):
             raise loss from None
 
+    def _turn(self) -> None:
+        """Handle the next message, or continue steps that wait for masks. Losses are sent to the scheduler: this worker
+        ignores everything up to the epoch's end."""
+        try:
+            if (frame := self._receive()) is not None:
+                self._handle(frame)
+        except RanksLost as error:  # this worker is healthy; the scheduler ends the epoch, and says whether by a fault
+            log.info("other ranks are lost: %s", error)
+            self._session.ranks_lost()
+            self._link.client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT]))
+        except OutOfMemory as error:  # the scheduler ends the epoch, and forms smaller steps in the next one
+            log.warning("%s", error)
+            self._session.ranks_lost()
+            self._link.client.send(error.message(self._session.epoch))
+
     def _receive(self) -> bytes | None:
-        """Return the next frame. None: none came in time, or a step that waited was sampled instead of waiting."""
+        """Return the next frame. None: none came in time, or a step that waited was sampled instead of waiting.
+
+        Raises: as `StepExecution.act`
+        """
         frame = self._link.client.receive_now()
         if frame is not None:
             self._received = time.monotonic()
             return frame
-        if self._advance():
+        if self._steps.advance():
             return None
         began = time.monotonic()
         frame = self._link.client.receive(min(FAILURE_CHECK_INTERVAL, self._steps.seconds_left))
@@ -151,30 +165,7 @@ class Worker:
         except ProtocolError as error:
             log.warning("bad message from the scheduler: %s", error)
             return
-        with self._reporting_losses():
-            self._act(action)
-
-    def _advance(self) -> bool:
-        """Continue steps that wait for masks, when all messages that have arrived were read. Return False if nothing
-        was to do."""
-        with self._reporting_losses():
-            if not self._steps.advance():
-                return False
-        return True
-
-    @contextmanager
-    def _reporting_losses(self) -> Iterator[None]:
-        """Send losses of the enclosed code to the scheduler: this worker ignores everything up to the epoch's end."""
-        try:
-            yield
-        except RanksLost as error:  # this worker is healthy; the scheduler ends the epoch, and says whether by a fault
-            log.info("other ranks are lost: %s", error)
-            self._session.ranks_lost()
-            self._link.client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT]))
-        except OutOfMemory as error:  # the scheduler ends the epoch, and forms smaller steps in the next one
-            log.warning("%s", error)
-            self._session.ranks_lost()
-            self._link.client.send(error.message(self._session.epoch))
+        self._act(action)
 
     def _act(self, action: Action | None) -> None:
         """Raises: RanksLost; OutOfMemory; LoadError, after it was sent to the scheduler."""

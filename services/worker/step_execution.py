@@ -95,7 +95,8 @@ class StepExecution:
             case SchedulerOutput():
                 self._received = received
                 self._follow(action)
-                self._request_ids |= {request.slot: request.request_id for request in action.new}
+                for request in action.new:
+                    self._request_ids[request.slot] = request.request_id
                 self._runner.execute_model(action)
                 if not self._queue.waits:
                     self._sample(action, None)

@@ -26,6 +26,7 @@ from services.scheduler.core.results import DecodedResult, UnknownResult
 from services.scheduler.core.slots import DELIVER, DROP, LIVE, Column, Mask, SlotIds
 from services.scheduler.core.store import RequestStore
 
+_ALL = slice(None)
 _MISMATCH = "the output could not be kept within what was asked for; simplify the grammar or schema"
 _NOT_LOADED = "the workers cannot load the adapter of this model; their log has the reason"
 
@@ -68,17 +69,19 @@ class ResultApplier:
         Raises: UnknownResult, if the step is not the oldest in flight, a row is missing or has more tokens than its
             drafts and one (row width), or a report of progress is impossible.
         """
-        epoch, s, counts = self.epoch, self.epoch.slots, result.counts
+        epoch, s, counts, one_each = self.epoch, self.epoch.slots, result.counts, result.one_each
         failed = self._end_failed(step, result.failed) if result.failed else ()
         if result.progress is not None:
             self.apply_progress(step, result.progress)
-        sampling = slice(None) if has_all(step.samples) else step.samples
+        sampling = _ALL if has_all(step.samples) else step.samples
         rows, drafts = step.slots[sampling], step.drafts[sampling]
         all_current = epoch.ledger.current(step)
         current, states = all_current[sampling], s.state[rows]
         live = current & (states == LIVE)
-        self.check(step, result, rows, drafts, live)
-        all_used = has_all(live & (counts > 0))
+        self.check(step, result, rows)
+        if not one_each:
+            self.check_counts(step, result, rows, drafts, live)
+        all_used = has_all(live if one_each else live & (counts > 0))
         if s.num_special:
             self.check_masks(step, rows if all_used else rows[(counts > 0) & current & (states != DROP)])
         epoch.ledger.remove(step, all_current)
@@ -88,11 +91,12 @@ class ResultApplier:
         if has_any(step.drafts) or not all_used:
             self.settle(rows, drafts, result, live)
         logprobs = None if result.logprobs is None else self.wanted_logprobs(result.logprobs)
-        used: Mask | slice = slice(None)
+        used: Mask | slice = _ALL
         if not all_used:
             states[~current] = DROP
             used = (states != DROP) & (counts > 0)
-        tokens = self.cut(rows[used], result.ids_by_row(used), counts[used])
+        ids = result.token_ids[used, None] if one_each else result.ids_by_row(used)
+        tokens = self.cut(rows[used], ids, counts[used])
         tokens, ends = self._take_special(tokens, result) if s.num_special else (tokens, [])
         self.append(tokens)
         appended, stops = tokens.counts, tokens.stops
@@ -106,11 +110,11 @@ class ResultApplier:
             self.publish_logprobs(logprobs)
         all_sampled = len(rows) == len(step.slots)
         epoch.kv.commit(rows if all_used and all_sampled else step.slots[s.state[step.slots] == LIVE])
-        ends = [*self._ends(tokens), *ends]
+        ends = self._ends(tokens) + ends
         for request, finish in ends:
             self.lifecycle.finish(request, finish)
         epoch.open_fence(step)
-        return AppliedResult(states, appended, stops, (*failed, *(request.key for request, _ in ends)))
+        return AppliedResult(states, appended, stops, (*failed, *[request.key for request, _ in ends]))
 
     def _end_failed(self, step: InflightStep, failed: Sequence[int]) -> tuple[RequestKey, ...]:
         """End the requests whose adapter the workers cannot load, and all others with it. Their blocks, which were
@@ -157,7 +161,7 @@ class ResultApplier:
                 self.epoch.ledger.roll_back(slot, frontier)
                 self.store.counters["rollbacks_total"] += 1
 
-    def check(self, step: InflightStep, result: DecodedResult, rows: SlotIds, drafts: Column, live: Mask) -> None:
+    def check(self, step: InflightStep, result: DecodedResult, rows: SlotIds) -> None:
         """Check the result against the ledger. Nothing has changed if it raises.
 
         Raises: UnknownResult
@@ -167,6 +171,12 @@ class ResultApplier:
             raise UnknownResult(
                 f"result of step {step.step_id} with {len(counts)} rows, expected step {oldest} with {len(rows)} rows"
             )
+
+    def check_counts(
+        self, step: InflightStep, result: DecodedResult, rows: SlotIds, drafts: Column, live: Mask
+    ) -> None:
+        """`check` for a result whose rows do not have one token each."""
+        counts = result.counts
         missing = live & (counts < 1)
         if has_any(missing) and has_any(missing := missing & ~self.may_be_left_out(rows)):
             slot = rows[missing][0]
@@ -229,15 +239,16 @@ class ResultApplier:
             ids: int32[rows, widest row]; undefined from `counts` on.
         """
         s, width = self.epoch.slots, ids.shape[1]
-        totals = s.tokens[rows][:, None] + np.arange(1, width + 1, dtype=np.int32)
+        tokens, numbers = s.tokens[rows], np.arange(1, width + 1, dtype=np.int32)
+        left = s.limit[rows] - tokens
         matches = ids[:, :, None] == s.stop_ids.take(rows, axis=0)[:, None, :]
         stops = matches[:, :, 0] if matches.shape[2] == 1 else matches.any(axis=2)
         if has_any(stops):
-            stops &= totals >= s.stops_from[rows][:, None]
-        ends = stops | (totals >= s.limit[rows][:, None])
+            stops &= numbers >= (s.stops_from[rows] - tokens)[:, None]
         if width == 1:
-            return NewTokens(rows, ids, counts, ends[:, 0], stops[:, 0])
-        ends &= np.arange(width) < counts[:, None]
+            stops = stops[:, 0]
+            return NewTokens(rows, ids, counts, stops | (left <= 1), stops)
+        ends = (stops | (numbers >= left[:, None])) & (numbers <= counts[:, None])
         ended, last = ends.any(axis=1), ends.argmax(axis=1)
         counts = np.where(ended, last + 1, counts).astype(np.int32)
         return NewTokens(rows, ids, counts, ended, ended & stops[np.arange(len(rows)), last])
@@ -280,7 +291,7 @@ class ResultApplier:
                     request.first_token = self.store.now
                     self.store.outputs.cached(*request.key, request.num_cached_tokens)
         s.tokens[rows] = totals + counts
-        if ids.shape[1] == 1 and has_all(counts > 0):
+        if ids.shape[1] == 1 and (not s.num_special or has_all(counts > 0)):
             token_ids = ids[:, 0]
         else:
             taken = np.arange(ids.shape[1]) < counts[:, None]

@@ -27,14 +27,12 @@ class BatchQueue:
         """Steps whose masks have not all been sent, in order."""
         return [step for step in self.steps if step.unmasked]
 
-    def push(self, step: InflightStep) -> None:
-        self.steps.append(step)
-
     def deliver(self, result: ModelRunnerOutput) -> bool:
         """Match a result to its step by id (identity matching). Return False if no such step is in flight."""
-        known = any(step.step_id == result.step_id for step in self.steps) and result.step_id not in self.results
+        steps, step_id = self.steps, result.step_id  # without gaps
+        known = bool(steps) and steps[0].step_id <= step_id <= steps[-1].step_id and step_id not in self.results
         if known:
-            self.results[result.step_id] = result
+            self.results[step_id] = result
         return known
 
     def pop(self) -> tuple[InflightStep, ModelRunnerOutput] | None:

@@ -8,7 +8,7 @@ result are applied before it.
 
 import math
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 from protocol.codec import ProtocolError, pack, unpack
 from protocol.columns import total
@@ -67,6 +67,9 @@ class EngineCore:
             hidden_size: length of an embedding; 0: embeddings are refused.
         """
         self.store = RequestStore(compiler, mask_maker)
+        self.observers = self.store.observers
+        self.requests = self.store.requests
+        """Open requests."""
         self.queue = BatchQueue(depth)
         self._mask_words = -(-vocab_size // 32)
         self.drafting = drafting
@@ -86,15 +89,6 @@ class EngineCore:
         self.prefix_cache = PrefixCacheControl(self.store, self.epoch, self.lifecycle)
         self.applier = ResultApplier(self.store, self.epoch, self.lifecycle, self.drafting)
         self.deferred_masks = DeferredMasks(self.store, self.epoch, self.queue, self._mask_words)
-
-    @property
-    def observers(self) -> events.Observers:
-        return self.store.observers
-
-    @property
-    def requests(self) -> dict[RequestKey, Request]:
-        """Open requests."""
-        return self.store.requests
 
     @property
     def has_requests(self) -> bool:
@@ -309,47 +303,43 @@ class EngineCore:
 
         Raises: StallError
         """
-        observers = self.observers
+        observers, queue, slots = self.observers, self.queue, self.epoch.slots
         if observers.listening:
             observers.emit(events.DispatchStarted())
         try:
-            yield from self._dispatch(observers)
+            self.prefix_cache.begin_loads()
+            if (pins := self.store.pins.take_unsent()) is not None:
+                yield KeepPins(self.epoch.number, self.epoch.limits.block_size, pins)
+            while True:
+                for grammar in self.deferred_masks.outputs() if slots.num_special else ():
+                    observers.emit(events.GrammarSent(grammar))
+                    yield grammar
+                planned = None if queue.full or self.deferred_masks.holds_back else self._schedule()
+                if self.store.loading.unsent:
+                    yield from self.prefix_cache.messages(planned[0].step_id if planned else self.epoch.next_step)
+                if planned is None:
+                    break
+                step, plan = planned
+                queue.steps.append(step)
+                self._queue_time.on_dispatch(self.store.now)
+                if observers.listening:
+                    observers.emit(self._dispatched(step, plan))
+                yield plan
+            if not queue.steps and any(notice := (self.epoch.take_released(), self.epoch.kv.take_whole())):
+                released, whole = notice
+                release = ReleaseSlots(self.epoch.number, pack(released), whole)
+                observers.emit(events.SlotsReleased(release))
+                yield release
         except GeneratorExit:
             observers.emit(events.DispatchInterrupted())
             raise
-
-    def _dispatch(self, observers: events.Observers) -> Iterator[StepMessage]:
-        queue = self.queue
-        self.prefix_cache.begin_loads()
-        if (pins := self.store.pins.take_unsent()) is not None:
-            yield KeepPins(self.epoch.number, self.epoch.limits.block_size, pins)
-        while True:
-            for grammar in self.deferred_masks.outputs():
-                observers.emit(events.GrammarSent(grammar))
-                yield grammar
-            planned = None if queue.full or self.deferred_masks.holds_back else self._schedule()
-            if self.store.loading.unsent:
-                yield from self.prefix_cache.messages(planned[0].step_id if planned else self.epoch.next_step)
-            if planned is None:
-                break
-            step, plan = planned
-            queue.push(step)
-            self._queue_time.on_dispatch(self.store.now)
-            if observers.listening:
-                observers.emit(self._dispatched(step, plan))
-            yield plan
-        if not queue and any(notice := (self.epoch.take_released(), self.epoch.kv.take_whole())):
-            released, whole = notice
-            release = ReleaseSlots(self.epoch.number, pack(released), whole)
-            observers.emit(events.SlotsReleased(release))
-            yield release
 
     def _dispatched(self, step: InflightStep, plan: SchedulerOutput) -> events.StepDispatched:
         slots = self.epoch.slots
         return events.StepDispatched(
             step,
             plan,
-            requests=tuple(slots.request(new.slot).key for new in plan.new),
+            requests=tuple([slots.request(new.slot).key for new in plan.new]),
             frontends=slots.frontend[step.slots],
             numbers=slots.number[step.slots],
             entries=slots.entry[step.slots],
@@ -396,7 +386,7 @@ class EngineCore:
             except UnknownResult:
                 self.observers.emit(events.ResultRefused(ready[1].epoch, ready[1].step_id))
                 raise
-        if self.store.masks.maker.late:
+        if self.epoch.slots.num_special and self.store.masks.maker.late:
             self.deferred_masks.start()  # before the next step is formed: they are more urgent
 
     def _apply(self, step: InflightStep, result: ModelRunnerOutput) -> None:
@@ -410,15 +400,16 @@ class EngineCore:
         if self.observers.listening:
             self.observers.emit(events.ResultApplied(step, result, *applied))
 
-    def _measure(self, step: InflightStep, ended: Iterable[RequestKey]) -> None:
+    def _measure(self, step: InflightStep, ended: Sequence[RequestKey]) -> None:
         # Positions of a step: one per row, drafts, and those of prompts
         prompt_tokens, now = step.num_tokens - len(step.slots), self.store.now
         if prompt_tokens:
             prompt_tokens -= total(step.drafts)
         hits = self.store.counters["prefix_cache_hits"]
-        self._queue_time.on_result(now, prompt_tokens, hits, not self.queue)
-        self.store.loading.seconds_per_token = self._queue_time.seconds_per_computed_token
-        self._queue_time.on_ends((self.store.requests[key] for key in ended), now)
+        if self._queue_time.on_result(now, prompt_tokens, hits, not self.queue.steps):
+            self.store.loading.seconds_per_token = self._queue_time.seconds_per_computed_token
+        if ended:
+            self._queue_time.on_ends((self.store.requests[key] for key in ended), now)
 
     def stats(self) -> dict[str, float]:
         """Gauges and totals under vLLM's metric names, without a prefix."""

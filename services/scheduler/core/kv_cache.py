@@ -263,8 +263,11 @@ class KVCacheManager:
     def commit(self, rows: SlotIds) -> None:
         """Register what results have confirmed, without tokens behind the end of a request, then free the blocks behind
         windows. Only rows that crossed a block boundary cost anything."""
-        confirmed = np.minimum(self._slots.committed(rows), self._slots.tokens[rows])
-        crossed = confirmed >= self._slots.next_whole[rows]
+        tokens, next_whole = self._slots.tokens[rows], self._slots.next_whole[rows]
+        if not (self._windows or has_any(tokens >= next_whole)):  # usually; no more than these are confirmed
+            return
+        confirmed = np.minimum(self._slots.committed(rows), tokens)
+        crossed = confirmed >= next_whole
         if self.enable_prefix_caching and has_any(crossed):
             full, frontiers = rows[crossed], confirmed[crossed]
             self.register(full, frontiers)

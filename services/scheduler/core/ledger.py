@@ -49,7 +49,7 @@ class Ledger:
         s.placeholders[rows] = s.placeholders[rows] + step.samples + step.drafts
         s.sampling[rows] = s.sampling[rows] + step.samples
         s.last_step[rows] = step.step_id
-        sampling = rows[step.samples]
+        sampling = rows if has_all(step.samples) else rows[step.samples]
         s.sampled_step[sampling] = step.step_id
         s.proposed[sampling] = step.proposes
 

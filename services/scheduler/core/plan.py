@@ -27,7 +27,6 @@ from services.scheduler.core.store import RequestStore
 from services.scheduler.core.waiting import WaitingQueue
 from services.scheduler.policies import SchedulerView, StepBudget
 
-_NO_SLOTS = np.empty(0, np.int64)
 _NO_TOKENS = np.empty(0, np.int32)
 _UNLIMITED = np.iinfo(np.int32).max
 MAX_NEW_BYTES = MAX_MESSAGE_BYTES // 2
@@ -47,8 +46,9 @@ class StepChoice:
     slots: list[SlotIds] = field(default_factory=list)
     counts: list[Column] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
-    block_slots: SlotIds = field(default_factory=lambda: _NO_SLOTS)
     block_ids: list[int] = field(default_factory=list)
+    block_slots: SlotIds = field(init=False)
+    """The slot of each of `block_ids`, if there are any."""
     admitting: bool = True
     new_bytes: int = 0
     num_tokens: int = 0
@@ -313,8 +313,9 @@ class StepPlanner:
         starts = s.computed[slots]
         drafts = starts + counts - s.tokens[slots] - s.placeholders[slots]
         samples = drafts >= 0
-        np.maximum(drafts, 0, out=drafts)
-        num_samples = int(np.count_nonzero(samples))
+        sampled = samples.tobytes()
+        if (num_samples := sampled.count(1)) < len(slots):
+            np.maximum(drafts, 0, out=drafts)
         drafting = self.drafting if num_samples else NO_DRAFTING
         proposes = drafting.length(num_samples)
         unmasked: dict[int, int] = {}
@@ -342,7 +343,7 @@ class StepPlanner:
             generations=step.generations.tobytes(),
             starts=starts.tobytes(),
             counts=counts.tobytes(),
-            samples=samples.tobytes(),
+            samples=sampled,
             new=choice.new,
             block_slots=pack(choice.block_slots.astype(np.int32)) if choice.block_ids else b"",
             block_ids=pack(choice.block_ids),

@@ -38,8 +38,8 @@ class QueueTime:
         if self._measured_until is None:
             self._measured_until = now
 
-    def on_result(self, now: float, prompt_tokens: int, cache_hits: int, is_idle: bool) -> None:
-        """A result was applied.
+    def on_result(self, now: float, prompt_tokens: int, cache_hits: int, is_idle: bool) -> bool:
+        """A result was applied. Return whether the measured times have changed.
 
         Args:
             prompt_tokens: prompt tokens that its step computed.
@@ -48,12 +48,14 @@ class QueueTime:
         """
         since = now if self._measured_until is None else self._measured_until
         self._measured_until = None if is_idle else now
-        if tokens := prompt_tokens + cache_hits - self._cache_hits:
+        tokens = prompt_tokens + cache_hits - self._cache_hits
+        if tokens:
             kept = math.exp(min(since - now, 0.0) / MEMORY)
             self._tokens = self._tokens * kept + tokens
             self._computed = self._computed * kept + prompt_tokens
             self._seconds = self._seconds * kept + max(now - since, 0.0)
             self._cache_hits = cache_hits
+        return tokens > 0
 
     def on_ends(self, requests: Iterable[Request], now: float) -> None:
         for request in requests:

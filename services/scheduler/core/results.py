@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.codec import ProtocolError, unpack
-from protocol.columns import greatest, has_all
+from protocol.codec import ProtocolError, pack, unpack
+from protocol.columns import greatest, has_all, has_any
 from protocol.rows import EmbeddingRows, LogprobRows, ProgressRows, ResultRows
 from protocol.steps import NO_DRAFT, ModelRunnerOutput
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.slots import Column, Mask
 
+_ONE = pack([1])
 NO_EMBEDDINGS: Mapping[int, bytes] = MappingProxyType({})
 
 
@@ -43,11 +44,14 @@ class DecodedResult(NamedTuple):
     sampled: float = 0.0
     """When the step was sampled, seconds on the worker's clock; 0: unknown."""
 
+    @property
+    def one_each(self) -> bool:
+        """True: each row has one token, and verified no draft."""
+        return self.counts.tobytes() == _ONE * len(self.token_ids) and not has_any(self.drafted)
+
     def ids_by_row(self, rows: Mask | slice) -> Column:
         """Return the tokens of some rows, int32[rows, widest row]; those of a row are undefined from its count on."""
         widest = greatest(self.counts, 1)
-        if widest == 1 and len(self.token_ids) == len(self.counts):  # one each
-            return self.token_ids[rows, None]
         first = (self.counts.cumsum(dtype=np.int32) - self.counts)[rows]
         return self.token_ids.take(first[:, None] + np.arange(widest, dtype=np.int32), mode="clip")
 
@@ -72,7 +76,7 @@ def decode_result(step: InflightStep, message: ModelRunnerOutput, vocab_size: in
         raise UnknownResult(f"step {step.step_id} has log-probabilities of slots that are not its own")
     if failed and not {*failed} <= {*step.slots.tolist()}:
         raise UnknownResult(f"step {step.step_id} reports adapters of slots that are not its own")
-    is_hidden = not message.embedding_sizes  # otherwise the model's pooler decides the size
+    is_hidden = embeddings and not message.embedding_sizes  # otherwise the model's pooler decides the size
     if is_hidden and any(len(values) != 4 * hidden_size for values in embeddings.values()):
         raise UnknownResult(f"step {step.step_id} has embeddings of another size than the model's")
     columns = rows.counts, rows.token_ids, rows.drafted, draft_ids, logprobs, embeddings, progress, failed

@@ -29,17 +29,15 @@ class ClockOffset:
     def __init__(self) -> None:
         self._exchanges: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         """(round trip, offset), seconds"""
+        self.seconds = 0.0
+        """Seconds to subtract from the peer's clock to get ours; 0.0 before the first exchange."""
 
     def add(self, sent: float, received_there: float, sent_there: float, received: float) -> None:
         """One exchange, in order of time: seconds on our clock, twice on the peer's, and on ours again."""
         round_trip = (received - sent) - (sent_there - received_there)
         offset = ((received_there - sent) + (sent_there - received)) / 2
         self._exchanges.append((max(0.0, round_trip), offset))
-
-    @property
-    def seconds(self) -> float:
-        """Seconds to subtract from the peer's clock to get ours; 0.0 before the first exchange."""
-        return min(self._exchanges)[1] if self._exchanges else 0.0
+        self.seconds = min(self._exchanges)[1]
 
 
 RESULTS = "worker-results"

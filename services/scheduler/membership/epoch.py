@@ -3,7 +3,7 @@
 from protocol.block_names import NamedBlocks
 from protocol.codec import ProtocolError
 from protocol.epochs import first_epoch
-from protocol.membership import Assignment, EndEpoch, InitializeCache, Loaded, Register, Speculation
+from protocol.membership import Assignment, EndEpoch, InitializeCache, Loaded, Register, Speculation, output_rank
 from protocol.steps import LoadBlocks
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
@@ -47,6 +47,8 @@ class Epoch:
         """None: there is no epoch."""
         self.model: Register | None = None
         """The registration of rank 0 of the first epoch; the frontends' tokenizer belongs to its model."""
+        self.output_peer = b""
+        """The rank that sends results, of the last epoch that was in effect."""
         self._adopted: dict[int, bytes] = {}
         """Blocks that the current epoch begins with, by their names, in the order in which they became whole."""
         self._dropped_in = 0
@@ -124,7 +126,9 @@ class Epoch:
 
     def start(self) -> Started:
         """All ranks are ready."""
+        assert self.size is not None
         peers = [member.peer for member in self._roster.ranks]
+        self.output_peer = peers[output_rank(*self.size)]
         blocks, names = [*self._adopted], [*self._adopted.values()]
         held = NamedBlocks.from_lists(blocks, names) if blocks else None
         loaded = self._loaded()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from protocol.epochs import number_of
-from protocol.membership import EndEpoch, Loaded, RankLost, Register, Shutdown, WorkerMessage, output_rank
+from protocol.membership import EndEpoch, Loaded, RankLost, Register, Shutdown, WorkerMessage
 from protocol.requests import EnginePhase
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
@@ -129,12 +129,7 @@ class WorkerGroup:
     def may_return(self, peer: bytes, epoch: int) -> bool:
         """Return whether this worker may send results of an epoch. Those of an epoch that is not in effect are ignored
         later, so any worker may."""
-        if epoch != self.epoch or self.state is not EnginePhase.READY or self.size is None:
-            return True
-        if peer not in self.roster:
-            return False
-        member = self.roster[peer]
-        return member.in_epoch and member.rank == output_rank(*self.size)
+        return epoch != self._epoch.id or self.state is not EnginePhase.READY or peer == self._epoch.output_peer
 
     @property
     def unanswered(self) -> list[float]:
@@ -204,11 +199,13 @@ class WorkerGroup:
         """A step of the epoch in effect is being sent to its ranks."""
         self._watch.on_dispatch(step_id, size, now)
 
-    def on_result(self, epoch: int, step_id: int, now: float) -> None:
-        """The result of a step has arrived. Results of an epoch that is not in effect are ignored."""
-        if epoch == self.epoch and self.state is EnginePhase.READY:
+    def on_result(self, epoch: int, step_id: int, now: float) -> bool:
+        """The result of a step has arrived. Return whether its epoch is in effect; others are ignored."""
+        is_useful = epoch == self._epoch.id and self.state is EnginePhase.READY
+        if is_useful:
             self._watch.on_result(step_id, now)
             self.losses.on_useful(epoch)
+        return is_useful
 
     def on_drop(self, names: bytes) -> None:
         """Blocks of the prefix cache lose their names on the ranks; those of `names` leave tiers, too."""

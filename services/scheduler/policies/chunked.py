@@ -1,5 +1,6 @@
 """The default policy: prefill chunks and decodes share a step, greedily."""
 
+from functools import cache
 from typing import Self
 
 import numpy as np
@@ -23,8 +24,7 @@ class ChunkedPolicy:
         return cls(config.long_prefill_token_threshold)
 
     def begin(self, view: SchedulerView) -> StepBudget:
-        most = view.limits.max_num_batched_tokens
-        return StepBudget(most, self._threshold or most)
+        return _budget(view.limits.max_num_batched_tokens, self._threshold)
 
     def order(self, view: SchedulerView) -> SlotIds:
         """The slot that was not scheduled for the longest time comes first, so that all take turns."""
@@ -35,3 +35,8 @@ class ChunkedPolicy:
 
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
         return hit, count
+
+
+@cache
+def _budget(most: int, threshold: int) -> StepBudget:
+    return StepBudget(most, threshold or most)

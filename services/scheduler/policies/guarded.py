@@ -25,11 +25,15 @@ class GuardedPolicy:
     def __init__(self, policy: BatchingPolicy) -> None:
         self._policy = policy
         self._reported: set[tuple[str, str]] = set()
+        self._checked = LEAST, LEAST
+        """The budget that the policy returned last and that was possible, and its copy."""
 
     def begin(self, view: SchedulerView) -> StepBudget:
         """Check the budget range: a step holds at least one token and at most what the workers take."""
         try:
             answer, most = self._policy.begin(view), view.limits.max_num_batched_tokens
+            if answer is self._checked[0]:
+                return self._checked[1]
             tokens, chunk = index(answer.tokens), index(answer.chunk)
             caps = [None if cap is None else index(cap) for cap in (answer.decodes, answer.prefill, answer.admissions)]
             decodes, prefill, admissions = caps
@@ -37,6 +41,8 @@ class GuardedPolicy:
             possible = 1 <= tokens <= most and chunk >= 1
             if not possible or any(cap is not None and cap < 0 for cap in caps) or caps[:2] == [0, 0]:
                 raise ImpossibleAnswer(f"{budget}, {most} tokens allowed")
+            if type(answer) is StepBudget:  # others may change
+                self._checked = answer, budget
             return budget
         except Exception as error:
             self._report("begin", error)
