@@ -116,7 +116,6 @@ class NativeEpoch:
         """Run the forward pass."""
         waited = time.monotonic() - self._ended if self._ended else 0.0
         ranks, pipeline, step = self._ranks, self._ranks.pipeline, prepared.step
-        self.device.begin_step()
         for slots in prepared.released:
             self.columns.release(slots)
         self.columns.apply_changes(prepared.plan, step.new)
