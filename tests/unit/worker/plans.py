@@ -12,6 +12,7 @@ from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput, StepTimes
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
+from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.runner import Output
 
 BLOCK, SLOTS, BLOCKS, CONTEXT, VOCAB = 4, 8, 256, 128, 97
@@ -45,6 +46,11 @@ def sim_runner(
     assert loaded.vocab_size == VOCAB
     runner.init_kv_cache(InitializeCache(BLOCKS, CONTEXT))
     return runner
+
+
+def hold(device: SimDevice) -> None:
+    """Let the device do nothing that is launched from now on before somebody waits for an event behind it."""
+    device.wait_for_masks(lambda: 0.0)
 
 
 @dataclass

@@ -16,9 +16,9 @@ from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.backends.sim.model.oracle import Oracle, OracleError
+from services.worker.backends.sim.output.step_output import StepOutput
 from services.worker.batch.slots import PlanError, Rows
-from services.worker.runner import MAX_STEPS_IN_FLIGHT, LoadError, Output
-from tests.unit.worker.fake_device import FakeDevice
+from services.worker.runner import MAX_STEPS_IN_FLIGHT, LoadError
 from tests.unit.worker.plans import (
     BLOCK,
     CONTEXT,
@@ -29,6 +29,7 @@ from tests.unit.worker.plans import (
     SlotRequest,
     bits,
     grammar_output,
+    hold,
     planned_drafts,
     prompt,
     ragged,
@@ -70,7 +71,7 @@ class RunnerUnderTest:
 
     def __init__(self, runner: SimRunner, depth: int) -> None:
         self.runner, self.plans, self.depth = runner, PlanBuilder(), depth
-        self.in_flight: deque[tuple[SchedulerOutput, Output, dict[int, RequestLife]]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, StepOutput, dict[int, RequestLife]]] = deque()
 
     def admit(self, life: RequestLife) -> None:
         tokens, num_prompt = life.text + life.outputs, len(life.text)
@@ -101,6 +102,10 @@ class RunnerUnderTest:
             life.outputs += tokens
             life.request.settle(planned[slot], tokens)
         return result
+
+    @property
+    def oldest(self) -> StepOutput:
+        return self.in_flight[0][1]
 
     def drain(self) -> None:
         while self.in_flight:
@@ -170,18 +175,17 @@ def test_a_step_with_a_grammar_reports_its_drafts() -> None:
 
 
 def test_a_launch_waits_for_no_accepted_count() -> None:
-    """No hidden sync: while the device is stopped, as many steps with drafts are launched as can be in flight."""
-    device = FakeDevice()
+    """No hidden sync: before the first one is done, as many steps with drafts are launched as can be in flight."""
+    device = SimDevice()
     batch, life = (
         RunnerUnderTest(drafting(make_device=lambda: device), MAX_STEPS_IN_FLIGHT + 1),
         RequestLife(prompt(1, 6), GREEDY),
     )
     batch.admit(life)
-    device.compute.gate.clear()
+    hold(device)
     for _ in range(MAX_STEPS_IN_FLIGHT):
         batch.launch(life, propose=3)
-    assert {what for what, _ in device.log} == {"launch"}
-    device.compute.gate.set()
+    assert not batch.oldest.forward.passed
     batch.drain()
     batch.runner.shutdown()
     assert {accepted for drafted, accepted in life.verified if drafted} == {2}
