@@ -24,11 +24,10 @@ def test_columns_arrive_with_their_shapes(device: CudaDevice) -> None:
         assert array.view(column.dtype).tolist() == column.tolist()
 
 
-def test_staging_memory_is_used_again_behind_its_event(device: CudaDevice) -> None:
+def test_memory_of_an_upload_is_used_again_behind_its_copy(device: CudaDevice) -> None:
     with device.working():
         copies = []
         for step in range(4 * MAX_STEPS_IN_FLIGHT):
-            device.begin_step()
             torch.cuda._sleep(1_000_000)  # noqa: SLF001  torch has no public kernel that only takes time
             copies.append(device.download(*device.upload(np.full(1000, step, np.int32))))
         assert [int(copy()[0][-1]) for copy in copies] == list(range(4 * MAX_STEPS_IN_FLIGHT))

@@ -3,15 +3,12 @@
 import signal
 from collections.abc import Callable
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 
 from protocol.sampling import SamplingParams
-from protocol.steps import GrammarOutput
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import DrivenRequest, RunnerDriver, i32, ints
+from tests.integration.native.driver import DrivenRequest, RunnerDriver, ints
 from tests.ranks.group import GroupDriver
 from tests.ranks.models import per_change
 
@@ -65,32 +62,6 @@ def test_preempted_with_steps_in_flight_and_recomputed(tied: Family, start: Star
     group.generate(requests, TOKENS, chunk=8, depth=3)
     assert preemptions == 4
     assert outputs(requests) == outputs(alone)
-
-
-@pytest.mark.parametrize("layout", per_change((4, 1), (1, 2), (2, 2)))
-def test_sampling_parameters_and_grammars_equal_one_rank(tied: Family, start: Start, layout: tuple[int, int]) -> None:
-    one, group = RunnerDriver(tied.path), start(tied.path, *layout)
-    results = []
-    for driver in (one, group):
-        plain, warm = driver.add(PROMPT), driver.add(PROMPT, WARM)
-        driver.generate([plain, warm], 8, depth=2)
-        ends = tuple(set(plain.output))
-        held = driver.add(PROMPT, SamplingParams(100, 0.0, min_tokens=5, stop_token_ids=ends))
-        driver.generate([held], 8)
-        assert not set(held.output[:5]) & set(ends)
-        masked = driver.add(PROMPT)
-        masks = np.zeros((1, -(-tied.vocab_size // 32)), np.int32)
-        masks[0, 6] = 1 << 15  # token 207, in the padded share of the last rank
-        plan = msgspec.structs.replace(
-            driver.plan([(masked, 29)]), has_structured_output_requests=True, masked=i32(masked.slot)
-        )
-        driver.runner.execute_model(plan)
-        driver.runner.add_masks(GrammarOutput(1, plan.step_id, i32(masked.slot), masks.tobytes()))
-        assert ints(driver.runner.sample_tokens(None).get().token_ids) == [207]
-        masked.output.append(207)
-        driver.generate([masked], 4)
-        results.append(outputs([plain, warm, held, masked]))
-    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("layout", per_change((2, 1), (1, 4), (2, 2)))

@@ -7,15 +7,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from protocol.codec import pack
 from protocol.membership import Assignment, InitializeCache
-from protocol.steps import NewRequest, SchedulerOutput
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, NUM_SLOTS, DrivenRequest
+from tests.integration.native.driver import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, DrivenRequest
 from tests.preloaded import INPUT, OUTPUT, PreloadedProcess
 from tests.ranks.failures import RankFailure
 from tests.ranks.group import GroupDriver, NativeRankProcess, RankPool, encode
-from tests.ranks.models import per_change
 
 Start = Callable[..., GroupDriver]
 PROMPT = list(range(20, 49))
@@ -206,23 +203,3 @@ def test_abort_frees_a_rank_whose_partner_never_joins(tied: Family, start: Start
     request = new_epoch(driver, [driver.add(PROMPT)])[0]
     driver.generate([request], 4)
     assert len(request.output) == 4
-
-
-@pytest.mark.parametrize("layout", per_change((4, 1), (1, 2), (2, 2)))
-def test_a_canary_step_leaves_nothing_behind(tied: Family, start: Start, layout: tuple[int, int]) -> None:
-    """One row on all ranks at once; then a request with the same slot and generation gets its own tokens."""
-    driver = start(tied.path, *layout)
-    expected = driver.add(PROMPT)
-    driver.generate([expected], 4)
-    driver.finish(expected)
-    new_epoch(driver, [])
-    zero, one = pack([0]), pack([1])
-    plan = SchedulerOutput(0, 0, zero, one, zero, one, b"\1", [NewRequest(0, 1, zero, 1, zero, GREEDY)])
-    driver.runner.execute_model(plan)
-    assert driver.runner.sample_tokens(None).get().counts == one
-    driver.finish(DrivenRequest(0, 1, [0], GREEDY, [0]))
-    driver.generation, driver.free_slots = 0, list(range(NUM_SLOTS))
-    request = driver.add(PROMPT)
-    assert (request.slot, request.generation) == (0, 1)
-    driver.generate([request], 4, chunk=1)
-    assert request.output == expected.output

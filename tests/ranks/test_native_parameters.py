@@ -1,4 +1,4 @@
-"""Sampling parameters on groups of ranks: the output rank applies the rules with its own token history.
+"""Sampling parameters and a grammar on groups of ranks: the output rank applies the rules with its own token history.
 
 All tensor-parallel ranks of a stage compute the log-probabilities of prompts together.
 """
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from protocol.sampling import SamplingParams
+from protocol.steps import GrammarOutput
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver, i32
+from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver, i32, ints
 from tests.ranks.group import GroupDriver
 
 Start = Callable[..., GroupDriver]
@@ -41,7 +42,20 @@ def run(driver: RunnerDriver) -> list[DrivenRequest]:
     driver.free_slots.insert(0, victim.slot)
     requests[0] = driver.preempt(victim)
     driver.generate([*requests, driver.add(PROMPT[:3])], TOKENS, chunk=6, depth=3)
-    return requests
+    return [*requests, constrained(driver)]
+
+
+def constrained(driver: RunnerDriver) -> DrivenRequest:
+    """Run a request whose mask allows one token, in the padded share of the last rank."""
+    request, token, masks = driver.add(PROMPT), 207, np.zeros((1, 7), np.int32)
+    masks[0, token // 32] = 1 << token % 32
+    plan, slot = driver.plan([(request, len(PROMPT))]), i32(request.slot)
+    driver.runner.execute_model(msgspec.structs.replace(plan, has_structured_output_requests=True, masked=slot))
+    driver.runner.add_masks(GrammarOutput(1, plan.step_id, slot, masks.tobytes()))
+    assert ints(driver.runner.sample_tokens(None).get().token_ids) == [token]
+    request.output.append(token)
+    driver.generate([request], 4)
+    return request
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -56,4 +70,4 @@ def test_parameters_on_a_group_equal_those_on_one_rank(tied: Family, start: Star
                 assert other.scores[at] == score
             np.testing.assert_allclose(other.scores[at].values, score.values, atol=1e-4, rtol=0)
     lengths = [len(request.scores) for request in ours]
-    assert lengths == [28 + TOKENS, 0, TOKENS, 0, 24]
+    assert lengths == [28 + TOKENS, 0, TOKENS, 0, 24, 0]

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from protocol.codec import pack
 from services.worker.distributed.pipeline import STEPS_AHEAD
 from services.worker.runner import MAX_STEPS_IN_FLIGHT
 from tests.ranks.recorded_run import record
@@ -33,23 +32,6 @@ def test_many_ranks_give_the_tokens_of_one(make_group: MakeGroup, seed: int, tp:
     results = group.results()
     assert [tokens(result) for result in results] == recorded.tokens
     assert [result.logprobs for result in results] == recorded.logprobs
-
-
-def test_a_warm_up_leaves_nothing_to_the_first_request(make_group: MakeGroup) -> None:
-    """Single pending state: the canary's id returns to the first stage when its slot has another owner."""
-    group, canary, plans = make_group(1, 2), PlanBuilder(), PlanBuilder()
-    canary.step_id = -1
-    group.launch(canary.step(canary.admit([0])))
-    group.results()
-    for rank in group.ranks:
-        rank.call("release", pack([0]))
-    request = plans.admit(prompt(1, 6))
-    for _ in range(3):
-        group.launch(plans.step((request, min(request.left, 2))))
-    for _ in range(2):
-        group.launch(plans.step(request))
-    got = [tokens(result).get(request.slot) for result in group.results()]
-    assert got == [None, None, *alone(prompt(1, 6), GREEDY, 3)]
 
 
 def test_feedback_that_no_step_needs_is_received_in_the_end(make_group: MakeGroup) -> None:

@@ -4,27 +4,14 @@ The ranks of the last stage propose, verify and accept the same drafts, and comp
 outcome, and every later stage receives the true positions of the rows.
 """
 
-from collections import deque
-
 import pytest
 
 from protocol.membership import Speculation
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.sim.ranks.group_exchange import HEADER
-from services.worker.runner import Output
 from tests.ranks.failures import RankFailure
 from tests.ranks.sim_group import MakeGroup, SimGroup
-from tests.unit.worker.plans import (
-    GREEDY,
-    PlanBuilder,
-    SlotRequest,
-    planned_drafts,
-    prompt,
-    ragged,
-    result_of,
-    sampled,
-    sim_runner,
-)
+from tests.unit.worker.plans import GREEDY, PlanBuilder, PlannedRunner, SlotRequest, prompt, ragged, sampled, sim_runner
 from tests.unit.worker.sim_reference import answer
 
 THREE = Speculation("ngram", 3)
@@ -33,31 +20,15 @@ ACCEPTANCE = {"sim_draft_acceptance": "request"}
 
 def record(steps: int, depth: int) -> tuple[list[SchedulerOutput], list[ModelRunnerOutput]]:
     """Return plans that run ahead of their results, and the results of one rank."""
-    runner, plans = sim_runner(speculation=THREE, flags=dict(ACCEPTANCE)), PlanBuilder()
+    one = PlannedRunner(sim_runner(speculation=THREE, flags=dict(ACCEPTANCE)), depth)
     params = [sampled(i, logprobs=1) if i % 2 else GREEDY for i in range(4)]
-    requests = [plans.admit(prompt(i, 5 + i), each) for i, each in enumerate(params)]
-    made: list[SchedulerOutput] = []
-    results: list[ModelRunnerOutput] = []
-    in_flight: deque[Output] = deque()
-
-    def apply_oldest() -> None:
-        result, plan = result_of(in_flight.popleft()), made[len(results)]
-        planned = planned_drafts(plan)
-        for slot, tokens in ragged(result).items():
-            requests[slot].settle(planned[slot], tokens)
-        results.append(result)
-
+    requests = [one.plans.admit(prompt(i, 5 + i), each) for i, each in enumerate(params)]
     for step in range(steps):
         order = requests[step % 4 :] + requests[: step % 4]
-        made.append(plans.step(*(order if step % 3 else order[:3]), propose=step % 4))
-        runner.execute_model(made[-1])
-        in_flight.append(runner.sample_tokens(None))
-        while len(in_flight) >= depth:
-            apply_oldest()
-    while in_flight:
-        apply_oldest()
+        one.launch(*(order if step % 3 else order[:3]), propose=step % 4)
+    one.drain()
     assert [request.outputs for request in requests] == [reference(r) for r in requests]
-    return made, results
+    return one.steps, one.results
 
 
 def reference(request: SlotRequest) -> list[int]:

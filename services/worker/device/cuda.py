@@ -11,7 +11,7 @@ stream. The pinned memory is kept by the result's arrays, and used again when th
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 from protocol.columns import I32
 from services.worker.device.device_times import DeviceTime, StreamTimes
 from services.worker.device.interface import ComputeDevice, DeviceMemory, DeviceMirror, HostCopy
-from services.worker.device.pinned_memory import CopyEvent, PinnedStaging
+from services.worker.device.pinned_memory import upload_together
+
+
+class CopyEvent(Protocol):
+    """Passes when everything enqueued before it has finished; a `torch.cuda.Event` is one."""
+
+    def synchronize(self) -> None:
+        """Wait without spinning."""
 
 
 def arriving(event: CopyEvent, copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> HostCopy:
@@ -71,7 +78,6 @@ class CudaDevice(ComputeDevice):
         self.where = torch.device("cuda", 0)
         torch.cuda.set_device(self.where)
         self._compute, self._copies = torch.cuda.Stream(self.where), torch.cuda.Stream(self.where)
-        self._staging = PinnedStaging(self._passed)
         self._times = StreamTimes()
 
     @contextmanager
@@ -89,16 +95,8 @@ class CudaDevice(ComputeDevice):
 
     # -- copies --------------------------------------------------------------------------------------------------
 
-    def _passed(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)
-        event.record(self._compute)
-        return event
-
-    def begin_step(self) -> None:
-        self._staging.begin_step()
-
     def upload(self, *columns: NDArray[Any]) -> tuple[torch.Tensor, ...]:
-        return self._staging.upload(columns, lambda staged: staged.to(self.where, non_blocking=True))
+        return upload_together(columns, lambda staged: staged.to(self.where, non_blocking=True))
 
     def download(self, *tensors: torch.Tensor) -> HostCopy:
         self._copies.wait_stream(self._compute)

@@ -63,9 +63,6 @@ class ComputeDevice:
         work has run, so memory that it used may be freed."""
         return nullcontext()
 
-    def begin_step(self) -> None:
-        """Begin a step: the host memory of uploads of earlier steps may be used again when these have run."""
-
     def upload(self, *columns: NDArray[Any]) -> tuple[torch.Tensor, ...]:
         """Return the columns on the device, by one copy of all of them. uint64 becomes int64 with the same bits."""
         return tuple(torch.from_numpy(_signed(column)) for column in columns)

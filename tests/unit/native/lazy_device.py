@@ -4,10 +4,8 @@ Memory of the device is memory of the host here, but it contains poison until th
 runs only when an event behind it is waited for. So code that reads a result on the host too early, or overwrites memory
 that a pending copy reads, gets wrong data every time, and not only in a rare race.
 
-Hazards are recorded, and poison the data that they concern:
-
-- memory of the host that changes while an upload from it is pending,
-- memory of the device that changes, or is freed, while a download from it is pending.
+Memory of the device that changes, or is freed, while a download from it is pending, is recorded as a hazard, and
+poisons the data that it concerns.
 
 Streams can also be eager: their work runs when it is enqueued, as on a device that is faster than the host. An eager
 compute stream with a lazy copy stream shows whether a later step overwrites what an earlier one downloads.
@@ -27,7 +25,7 @@ from numpy.typing import NDArray
 from services.worker.device.cuda import UploadedMirror, arriving
 from services.worker.device.device_times import DeviceTime
 from services.worker.device.interface import ComputeDevice, DeviceMirror, HostCopy
-from services.worker.device.pinned_memory import PinnedStaging
+from services.worker.device.pinned_memory import upload_together
 
 POISON = -(2**31) + 77
 Work = Callable[[], object]
@@ -99,16 +97,14 @@ class LazyDevice(ComputeDevice):
 
     Args:
         eager: names of streams, "compute" and "copies", whose work runs at once.
-        waits: False plants a fault: staging memory is used again without waiting for copies from it.
         keeps: False plants a fault: the sources of downloads are not kept.
     """
 
     is_host = False
 
-    def __init__(self, eager: frozenset[str] = frozenset(), waits: bool = True, keeps: bool = True) -> None:
+    def __init__(self, eager: frozenset[str] = frozenset(), keeps: bool = True) -> None:
         lock = threading.RLock()
         self._compute, self._copies = (LazyStream(lock, name in eager) for name in ("compute", "copies"))
-        self._staging = PinnedStaging(self._passed if waits else lambda: Passed(), pinned=False)
         self._keeps = keeps
         self._running: int | None = None
         """Thread that runs work; what it calls is part of the work."""
@@ -141,23 +137,13 @@ class LazyDevice(ComputeDevice):
 
     # -- copies --------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        self._staging.begin_step()
-
     def upload(self, *columns: NDArray[Any]) -> tuple[torch.Tensor, ...]:
         self.uploads += 1
-        return self._staging.upload(columns, self._copied)
+        return upload_together(columns, self._copied, pinned=False)
 
     def _copied(self, source: torch.Tensor) -> torch.Tensor:
-        before, whole = source.clone(), poison(torch.empty_like(source))
-
-        def copy() -> None:
-            if torch.equal(source, before):
-                whole.copy_(source)
-            else:
-                self.hazards.append("memory of the host changed while an upload from it was pending")
-
-        self.launch(copy)
+        whole = poison(torch.empty_like(source))
+        self.launch(lambda: whole.copy_(source))
         return whole
 
     def download(self, *tensors: torch.Tensor) -> HostCopy:
@@ -189,13 +175,6 @@ class LazyDevice(ComputeDevice):
             return float(event.number)
 
         return seconds
-
-
-class Passed:
-    """An event that has passed."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
 
 
 def _value(source: "weakref.ref[torch.Tensor]") -> torch.Tensor:

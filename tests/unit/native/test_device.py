@@ -10,8 +10,6 @@ import torch
 from services.worker.device.cuda import CudaDevice
 from services.worker.device.device_times import DeviceClock
 from services.worker.device.interface import ComputeDevice
-from services.worker.device.pinned_memory import BLOCK
-from services.worker.runner import MAX_STEPS_IN_FLIGHT
 from tests.unit.native.lazy_device import POISON, LazyDevice
 
 COLUMNS = (
@@ -45,30 +43,6 @@ def test_the_source_of_an_upload_may_change_afterwards() -> None:
     column[0] = 8
     assert device.download(uploaded)()[0].tolist() == [7]
     assert not device.hazards
-
-
-@pytest.mark.parametrize(("waits", "size"), [(True, 4), (False, 4), (True, BLOCK)])
-def test_staging_memory_is_used_again_behind_its_event(waits: bool, size: int) -> None:
-    """`waits` False is a planted fault, which is found."""
-    device = LazyDevice(waits=waits)
-    copies = []
-    for step in range(2 * MAX_STEPS_IN_FLIGHT + 4):
-        device.begin_step()
-        copies.append(device.download(*device.upload(*(np.full(size, step + i, np.int32) for i in range(3)))))
-    values = [[int(array[-1]) for array in copy()] for copy in copies]
-    if waits:
-        assert values == [[step, step + 1, step + 2] for step in range(len(copies))]
-    assert bool(device.hazards) != waits
-
-
-def test_uploads_of_the_deepest_batch_queue_wait_for_nothing() -> None:
-    """Launch without waiting: no step in flight has run when the next one is launched."""
-    device = LazyDevice()
-    uploaded: list[torch.Tensor] = []
-    for _ in range(MAX_STEPS_IN_FLIGHT + 1):
-        device.begin_step()
-        uploaded += device.upload(np.array([7], np.int32))
-    assert not any(tensor.tolist() == [7] for tensor in uploaded)
 
 
 def test_the_source_of_a_download_is_kept() -> None:

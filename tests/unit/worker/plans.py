@@ -1,5 +1,6 @@
 """Requests, blocks and plans for a runner under test: the scheduler's side of a step."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput, StepTimes
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
+from services.worker.backends.sim.device.simulated import SimDevice
+from services.worker.backends.sim.output.step_output import StepOutput
 from services.worker.runner import Output
 
 BLOCK, SLOTS, BLOCKS, CONTEXT, VOCAB = 4, 8, 256, 128, 97
@@ -45,6 +48,11 @@ def sim_runner(
     assert loaded.vocab_size == VOCAB
     runner.init_kv_cache(InitializeCache(BLOCKS, CONTEXT))
     return runner
+
+
+def hold(device: SimDevice) -> None:
+    """Let the device do nothing that is launched from now on before somebody waits for an event behind it."""
+    device.wait_for_masks(lambda: 0.0)
 
 
 @dataclass
@@ -188,6 +196,42 @@ class PlanBuilder:
             bool(masked), pack(drafts_column) if any(drafts_column) else b"", propose,
             masked=pack([request.slot for request in masked]),
         )  # fmt: skip
+
+
+class PlannedRunner:
+    """A runner, plans for it, and results that are read when `depth` steps are in flight."""
+
+    def __init__(self, runner: SimRunner, depth: int = 1) -> None:
+        self.runner, self.plans, self.depth = runner, PlanBuilder(), depth
+        self.steps: list[SchedulerOutput] = []
+        self.results: list[ModelRunnerOutput] = []
+        self.in_flight: deque[tuple[StepOutput, dict[int, SlotRequest]]] = deque()
+        self.verified: list[tuple[int, int]] = []
+        """(drafted, accepted) of each row that sampled."""
+
+    def launch(self, *requests: SlotRequest, propose: int = 0) -> None:
+        """Launch a step whose sampling rows `propose` that many drafts; read the oldest of `depth` results."""
+        rooms = [CONTEXT - 1 - request.start - request.left for request in requests]
+        rows = [(r, r.left + min(r.placeholders, room)) for r, room in zip(requests, rooms, strict=True)]
+        self.steps.append(self.plans.step(*rows, propose=propose))
+        self.runner.execute_model(self.steps[-1])
+        self.in_flight.append((self.runner.sample_tokens(None), {request.slot: request for request in requests}))
+        while len(self.in_flight) >= self.depth:
+            self.apply_oldest()
+
+    def apply_oldest(self) -> None:
+        output, requests = self.in_flight.popleft()
+        result, planned = result_of(output), planned_drafts(self.steps[len(self.results)])
+        drafted = unpack(result.drafted).tolist() or [0] * len(planned)
+        for (slot, found), verified in zip(ragged(result).items(), drafted, strict=True):
+            assert 1 <= len(found) <= 1 + verified <= 1 + planned[slot], "row width"
+            self.verified.append((verified, len(found) - 1))
+            requests[slot].settle(planned[slot], found)
+        self.results.append(result)
+
+    def drain(self) -> None:
+        while self.in_flight:
+            self.apply_oldest()
 
 
 def one_request() -> tuple[PlanBuilder, SlotRequest]:

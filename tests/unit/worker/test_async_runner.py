@@ -1,4 +1,5 @@
-"""The simulator's runner on a FAKE asynchronous device, against the rules (docs/invariants.md)."""
+"""The simulator's runner, whose device does nothing before a result is waited for, against the rules
+(docs/invariants.md)."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ from services.worker.backends.sim.model.oracle import OracleError
 from services.worker.backends.sim.output.step_output import StepOutput
 from services.worker.batch.slots import Rows
 from services.worker.runner import MAX_STEPS_IN_FLIGHT, Output
-from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     BLOCK,
     GREEDY,
@@ -24,6 +24,7 @@ from tests.unit.worker.plans import (
     PlanBuilder,
     SlotRequest,
     alone,
+    hold,
     prompt,
     sampled,
     sim_runner,
@@ -33,13 +34,14 @@ from tests.unit.worker.virtual_clock import VirtualClock
 
 
 class AsyncRunner:
-    """A runner, its fake device, and plans for it."""
+    """A runner, its device, which is as late as possible, and plans for it."""
 
     def __init__(self) -> None:
-        self.device, self.plans = FakeDevice(), PlanBuilder()
+        self.device, self.plans = SimDevice(), PlanBuilder()
         self.runner: SimRunner = sim_runner(make_device=lambda: self.device)
 
     def launch(self, *rows: SlotRequest | tuple[SlotRequest, int]) -> StepOutput:
+        hold(self.device)
         self.runner.execute_model(self.plans.step(*rows))
         return self.runner.sample_tokens(None)
 
@@ -52,12 +54,10 @@ def host() -> Iterator[AsyncRunner]:
 
 
 def test_launching_never_waits_for_the_step_before(host: AsyncRunner) -> None:
-    """Launch without waiting: while the device is stopped, as many steps are launched as can be in flight."""
+    """Launch without waiting: before the first one is done, as many steps are launched as can be in flight."""
     request = host.plans.admit(prompt(1, 6))
-    host.device.compute.gate.clear()
     outputs = [host.launch(request) for _ in range(MAX_STEPS_IN_FLIGHT)]
-    assert [what for what, _ in host.device.log] == ["launch"] * len(host.device.log)
-    host.device.compute.gate.set()
+    assert not any(output.forward.passed for output in outputs)
     results = [output.get() for output in outputs]
     assert [result.step_id for result in results] == [*range(1, MAX_STEPS_IN_FLIGHT + 1)]
     assert [tokens(result)[request.slot] for result in results] == alone(prompt(1, 6), GREEDY, MAX_STEPS_IN_FLIGHT)
@@ -96,13 +96,11 @@ def test_host_and_device_overlap(host_ms: float, device_ms: float, depth: int) -
 def test_later_plans_do_not_change_a_result(host: AsyncRunner) -> None:
     """Immutable result: before it is read, the next plan assigns its slot to another request and reorders the rows."""
     a, b = host.plans.admit(prompt(1, 6), sampled(3)), host.plans.admit(prompt(2, 7), sampled(4, top_k=3))
-    host.device.compute.gate.clear()
     first = host.launch(a, b)
     host.plans.release(a, reuse_slot=True)
     c = host.plans.admit(prompt(3, 9), GREEDY)
     assert c.slot == a.slot
     second = host.launch(c, b)
-    host.device.compute.gate.set()
     assert tokens(first.get()) == {
         a.slot: alone(prompt(1, 6), sampled(3), 1)[0],
         b.slot: alone(prompt(2, 7), sampled(4, top_k=3), 1)[0],
@@ -113,12 +111,10 @@ def test_later_plans_do_not_change_a_result(host: AsyncRunner) -> None:
 def test_a_step_computes_with_its_own_columns(host: AsyncRunner) -> None:
     """Host-buffer rule: no step has begun while the next ones are prepared, with other rows in another order."""
     requests = [host.plans.admit(prompt(seed, 5 + seed), sampled(seed)) for seed in range(4)]
-    host.device.compute.gate.clear()
     outputs = []
     for number in range(6):
         order = requests[number % 4 :] + requests[: number % 4]
         outputs.append(host.launch(*order[: 4 - number % 2]))
-    host.device.compute.gate.set()
     results = [tokens(output.get()) for output in outputs]
     for seed, request in enumerate(requests):
         got = [result[request.slot] for result in results if request.slot in result]
@@ -193,11 +189,9 @@ def test_a_canary_changes_no_answer(host: AsyncRunner) -> None:
 def test_a_forward_pass_that_fails_on_the_device_is_that_steps_error(host: AsyncRunner) -> None:
     """Steps launched before it are not affected; steps after it fail as well."""
     a = host.plans.admit(prompt(1, 6))
-    host.device.compute.gate.clear()
     first = host.launch(a)
     broken = host.plans.admit([VOCAB])
     second, third = host.launch(a, broken), host.launch(a)
-    host.device.compute.gate.set()
     assert tokens(first.get()) == {a.slot: alone(prompt(1, 6), GREEDY, 1)[0]}
     for output in (second, third):
         with pytest.raises(OracleError, match=f"token {VOCAB} is not among"):

@@ -8,16 +8,17 @@ from protocol.codec import unpack
 from protocol.rows import EmbeddingRows
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import ModelRunnerOutput
+from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE, hidden_states
 from services.worker.backends.sim.output.step_output import StepOutput
 from services.worker.batch.slots import PlanError
-from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     GREEDY,
     VOCAB,
     PlanBuilder,
     SlotRequest,
     grammar_output,
+    hold,
     prompt,
     result_of,
     sampled,
@@ -36,7 +37,7 @@ def greedy(**params: object) -> SamplingParams:
 )
 def test_the_slot_may_have_another_owner_when_the_device_samples(rule: dict[str, object]) -> None:
     """Immutable result: a row uses the parameters of its launch."""
-    device, plans, text = FakeDevice(), PlanBuilder(), prompt(1, 9)
+    device, plans, text = SimDevice(), PlanBuilder(), prompt(1, 9)
     runner = sim_runner(make_device=lambda: device)
 
     def launch(request: SlotRequest) -> StepOutput:
@@ -44,13 +45,12 @@ def test_the_slot_may_have_another_owner_when_the_device_samples(rule: dict[str,
         return runner.sample_tokens(None)
 
     first = plans.admit(text, greedy(**rule, logprobs=2))
-    device.compute.gate.clear()
+    hold(device)
     output = launch(first)
     plans.release(first, reuse_slot=True)
     second = plans.admit(prompt(2, 3))
     later = launch(second)
     assert second.slot == first.slot
-    device.compute.gate.set()
     (token,) = answer(text, first.params, 1)
     assert [token] != answer(text, GREEDY, 1)
     assert tokens(output.get()) == {first.slot: token}

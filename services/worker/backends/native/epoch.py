@@ -116,7 +116,6 @@ class NativeEpoch:
         """Run the forward pass."""
         waited = time.monotonic() - self._ended if self._ended else 0.0
         ranks, pipeline, step = self._ranks, self._ranks.pipeline, prepared.step
-        self.device.begin_step()
         for slots in prepared.released:
             self.columns.release(slots)
         self.columns.apply_changes(prepared.plan, step.new)
@@ -259,7 +258,7 @@ class NativeEpoch:
         starts, stay, samples = rows.starts[some], stay[some], samples[some]
         drafts = np.full((len(kept), k), NO_DRAFT, np.int32)
         if len(stay):
-            advance = Advance(rows.slots[some], rows.generations[some], starts, stay, samples, states, least)
+            advance = Advance(rows.slots[some], starts, stay, samples, states, least)
             drafts[kept] = self.proposer.propose(advance, k)
         self.drafts.propose(pending.slots, drafts)
         return drafts

@@ -23,7 +23,7 @@ from services.worker.backends.sim.faults import inject_faults
 from services.worker.backends.sim.model.hashing import U64
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE, hidden_states
 from services.worker.backends.sim.model.logits import Logits
-from services.worker.backends.sim.model.oracle import Activations, DeviceRows, Oracle, OracleError, spread
+from services.worker.backends.sim.model.oracle import Activations, Oracle, OracleError, spread
 from services.worker.backends.sim.output.logprobs import StepLogprobs
 from services.worker.backends.sim.output.step_output import StepOutput
 from services.worker.backends.sim.ranks.inputs import ReceivedInputs
@@ -180,8 +180,8 @@ class SimEpoch:
         known = rows.counts - rows.drafts
         starts, drafts = self._settle(rows, known, arrived)
         acceptance.begin(starts + known, drafts)
-        batch = DeviceRows(rows.slots, starts, known + drafts, blocks)
-        hashes = self.oracle.forward(batch, arrived)
+        batch = replace(rows, starts=starts, counts=known + drafts)
+        hashes = self.oracle.forward(batch, blocks, arrived)
         return hashes, None if self._rank.is_last_stage else self.oracle.activations(batch, drafts)
 
     def _pool(self, rows: Rows, pooled: PooledRows) -> None:

@@ -1,8 +1,5 @@
 """The forward pass with compiled kernels over a paged cache."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import torch
 
 from services.worker.kernels.cpu.compiled import copying, routing
@@ -18,23 +15,19 @@ from services.worker.kernels.cpu.panels import PAIRED, PanelEmbedding, coded_pan
 from services.worker.kernels.cpu.products import FLOAT32, PanelProduct, StackedProduct, float32_panels
 from services.worker.kernels.cpu.thread_team import Kernel
 from services.worker.kernels.interface.attention import Attention, AttentionShape
-from services.worker.kernels.interface.buffers import B
 from services.worker.kernels.interface.kv_cache import Allocate, CacheShape, KVCache, own_memory
 from services.worker.kernels.interface.network import Activation, NetworkKernels
 from services.worker.kernels.interface.products import EmbeddingTable, Linear
-from services.worker.kernels.interface.recording import Recording
 from services.worker.kernels.interface.routing import Routed, RoutingKernels
 from services.worker.kernels.layout import kv_block_bytes, padded
 from services.worker.kernels.packed_weight import Packed, PackedRows
 from services.worker.kernels.quantized_weight import QuantizedWeight, Weight
 from services.worker.kernels.selection import TILES, KernelChoice
 
-T = TypeVar("T")
 
-
-class CpuNetwork(NetworkKernels):
+class CpuNetwork(Launcher, NetworkKernels):
     def __init__(self, choice: KernelChoice) -> None:
-        self._choice, self.activations, self._launcher = choice, choice.activations, Launcher()
+        self._choice, self.activations = choice, choice.activations
         self._norm, self._most_likely = norm_kernel(self.activations == torch.bfloat16), most_likely_kernel()
         self._gates: dict[Activation, Kernel] = {}
         self.routing = CpuRouting()
@@ -72,14 +65,14 @@ class CpuNetwork(NetworkKernels):
             kernel = float32_rows_kernel(self._choice.wide, panels.memory.dtype == torch.bfloat16)
         else:
             kernel = rows_kernel(panels.layout != PAIRED)
-        return PanelEmbedding(self._launcher, panels, kernel)
+        return PanelEmbedding(self, panels, kernel)
 
     def tied(self, embedding: EmbeddingTable) -> Linear:
         assert isinstance(embedding, PanelEmbedding), "its weight was packed for products"
         return self._product(embedding.panels, None)
 
     def _product(self, packed: PackedRows, bias: torch.Tensor | None) -> PanelProduct:
-        return PanelProduct(self._launcher, packed, bias, self._choice)
+        return PanelProduct(self, packed, bias, self._choice)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
         layers, kv_heads, head_dim, block_size, dtype = shape
@@ -98,7 +91,7 @@ class CpuNetwork(NetworkKernels):
         dim, size = padded(cache.shape.head_dim), cache.shape.block_size
         in_tiles = self._choice.own == TILES and all(kinds) and dim % WIDTH == size % KEYS == 0
         attend = tile_attention_kernel() if in_tiles else attention_kernel(*kinds)
-        return CpuAttention(self._launcher, write_kernel(*kinds, in_tiles), attend, shape, cache, table, most_tokens)
+        return CpuAttention(self, write_kernel(*kinds, in_tiles), attend, shape, cache, table, most_tokens)
 
     def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
         self._copied(index, source, index.data_ptr(), out, adds=False, factor=1.0)
@@ -115,7 +108,7 @@ class CpuNetwork(NetworkKernels):
         sizes, kernel = (source.shape[1], out.stride(0)), self._copies[source.dtype]
         kernel.cost = -(-copying.WORTH // sizes[0])
         values = (source.data_ptr(), index, out.data_ptr(), *sizes, int(adds), factor)
-        self._launcher.launch(kernel, counted, values)
+        self.launch(kernel, counted, values)
 
     def norm(
         self,
@@ -127,27 +120,19 @@ class CpuNetwork(NetworkKernels):
         factor: float = 1.0,
     ) -> None:
         addresses = (0 if x is None else x.data_ptr() for x in (residual, delta, weight, out))
-        self._launcher.launch(self._norm, out, (*addresses, out.shape[1], eps, factor))
+        self.launch(self._norm, out, (*addresses, out.shape[1], eps, factor))
 
     def gate_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = "silu") -> None:
         if activation not in self._gates:
             self._gates[activation] = gate_kernel(self.activations == torch.bfloat16, activation)
         values = gate_up.data_ptr(), out.data_ptr(), out.shape[1]
-        self._launcher.launch(self._gates[activation], gate_up, values)
+        self.launch(self._gates[activation], gate_up, values)
 
     def most_likely(
         self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
     ) -> None:
         addresses = ids.data_ptr(), chances.data_ptr(), sharpness.data_ptr()
-        self._launcher.launch(self._most_likely, logits, (logits.data_ptr(), logits.shape[1], *addresses))
-
-    def call(
-        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
-        return self._launcher.call(function, x, out)
-
-    def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
-        return self._launcher.record(body, buffers)
+        self.launch(self._most_likely, logits, (logits.data_ptr(), logits.shape[1], *addresses))
 
 
 class CpuRouting(RoutingKernels):

@@ -10,14 +10,13 @@ the tokens and chain behind them are dropped, and their KV is stale until the ne
 positions).
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.backends.sim.model.hashing import SEED, U64, PrefixHash
-from services.worker.batch.slots import I32, PlanError
+from services.worker.batch.slots import I32, PlanError, Rows
 
 UNWRITTEN = np.uint64(0)
 FEW = 16
@@ -26,20 +25,6 @@ FEW = 16
 
 class OracleError(PlanError):
     """The KV cache, a position or a token is not what the request needs."""
-
-
-@dataclass(frozen=True)
-class DeviceRows:
-    """One step's rows on the device; int32[rows], block_table int32[rows, blocks]."""
-
-    slots: I32
-    starts: I32
-    counts: I32
-    block_table: I32
-
-    @property
-    def ends(self) -> I32:
-        return self.starts + self.counts
 
 
 class Activations(NamedTuple):
@@ -198,10 +183,12 @@ class Oracle:
         """Return uint64[rows]: prefix hashes after one more token."""
         return self._hash.step(hashes, tokens)
 
-    def forward(self, batch: DeviceRows, arrived: Activations | None = None) -> U64:
+    def forward(self, batch: Rows, table: I32, arrived: Activations | None = None) -> U64:
         """Execute a step. Return uint64[rows]: the hash of each row's sequence up to its last position.
 
         Args:
+            batch: rows at their true positions.
+            table: int32[rows, blocks]: their block tables.
             arrived: activations of the stage before; None on the first stage.
 
         Raises:
@@ -213,18 +200,18 @@ class Oracle:
         self._extend_chains(batch, skipped)
         if arrived is not None:
             self._compare(batch, arrived.hashes[:tokens])
-        self._write(batch)
-        self._read(batch, skipped)
+        self._write(batch, table)
+        self._read(batch, table, skipped)
         self._turn += 1
         return self.chain[batch.slots, batch.ends]
 
-    def activations(self, batch: DeviceRows, drafts: I32) -> Activations:
+    def activations(self, batch: Rows, drafts: I32) -> Activations:
         """Return the activations of the step that `forward` executed. `drafts`: int32[rows], those of each row."""
         rows, positions = spread(batch.starts, batch.counts)
         slots = batch.slots[rows]
         return Activations(self.tokens(slots, positions), self.chain[slots, positions + 1], batch.starts, drafts)
 
-    def _store_inputs(self, batch: DeviceRows, tokens: I32) -> None:
+    def _store_inputs(self, batch: Rows, tokens: I32) -> None:
         """Store the input ids that the stage before sent. Ids that are known here must be the same."""
         rows, positions = spread(batch.starts, batch.counts)
         slots = batch.slots[rows]
@@ -238,7 +225,7 @@ class Oracle:
         self.history[slots, positions] = tokens + 1
         self._extent[batch.slots] = np.maximum(self._extent[batch.slots], batch.ends)
 
-    def _compare(self, batch: DeviceRows, hashes: U64) -> None:
+    def _compare(self, batch: Rows, hashes: U64) -> None:
         """Compare the activations of the stage before with this stage's own hashes of the same tokens."""
         rows, positions = spread(batch.starts, batch.counts)
         slots = batch.slots[rows]
@@ -249,7 +236,7 @@ class Oracle:
                 f"before, found {hashes[i]:016x}"
             )
 
-    def _extend_chains(self, batch: DeviceRows, have: I32) -> None:
+    def _extend_chains(self, batch: Rows, have: I32) -> None:
         """Extend each slot's chain to the end of its row. `have` is int32[rows]: tokens that it covers now."""
         few = (batch.counts <= FEW) & (have == batch.starts)
         slots, positions, left = batch.slots[few], batch.starts[few], batch.counts[few]
@@ -269,14 +256,14 @@ class Oracle:
             self.chain[slot, start + 1 : end + 1] = self._hash.chunk(self.chain[slot, start], tokens)
         self.chained[batch.slots], self._begun[batch.slots] = batch.ends, True
 
-    def _write(self, batch: DeviceRows) -> None:
+    def _write(self, batch: Rows, table: I32) -> None:
         rows, positions = spread(batch.starts, batch.counts)
-        blocks = batch.block_table[rows, positions // self.block_size]
+        blocks = table[rows, positions // self.block_size]
         self._check_owners(batch, rows, blocks)
         at = blocks * self.block_size + positions % self.block_size
         self.kv[at] = self.chain[batch.slots[rows], positions + 1]
 
-    def _check_owners(self, batch: DeviceRows, rows: NDArray[np.int64], blocks: I32) -> None:
+    def _check_owners(self, batch: Rows, rows: NDArray[np.int64], blocks: I32) -> None:
         """Raises: OracleError, if a block is written for two slots in one step."""
         order = np.argsort(blocks, kind="stable")
         same = blocks[order[1:]] == blocks[order[:-1]]
@@ -284,23 +271,23 @@ class Oracle:
             first, second = batch.slots[rows[order[at]]], batch.slots[rows[order[at + 1]]]
             raise OracleError(f"slots {first} and {second} both write block {blocks[order[at]]} in one step")
 
-    def _read(self, batch: DeviceRows, skipped: I32) -> None:
+    def _read(self, batch: Rows, table: I32, skipped: I32) -> None:
         everything = np.arange(len(batch.slots))
         before = everything[batch.starts > 0]
-        self._verify(batch, before, batch.starts[before] - 1)
+        self._verify(batch, table, before, batch.starts[before] - 1)
         full = batch.starts // self.block_size
         some = everything[full > 0]
         in_turn = (self._turn + batch.slots[some]) % full[some]
-        self._verify(batch, some, in_turn * self.block_size + self.block_size - 1)
+        self._verify(batch, table, some, in_turn * self.block_size + self.block_size - 1)
         unread = np.zeros_like(skipped) if self.full_check else skipped
         lag = everything[batch.starts > unread]
         if len(lag):
             rows, positions = spread(unread[lag], batch.starts[lag] - unread[lag])
-            self._verify(batch, lag[rows], positions)
+            self._verify(batch, table, lag[rows], positions)
 
-    def _verify(self, batch: DeviceRows, rows: NDArray[np.int64], positions: I32) -> None:
+    def _verify(self, batch: Rows, table: I32, rows: NDArray[np.int64], positions: I32) -> None:
         """Compare the KV at `positions` of `rows`, int[reads] each, with the slots' own chains."""
-        blocks = batch.block_table[rows, positions // self.block_size]
+        blocks = table[rows, positions // self.block_size]
         found = self.kv[blocks * self.block_size + positions % self.block_size]
         expected = self.chain[batch.slots[rows], positions + 1]
         if (i := first_true(found != expected)) is not None:

@@ -60,19 +60,19 @@ def decoder(kind: int) -> tuple[int, int]:
 
 
 @njit(inline="always")
-def _add_products(x0, x1, stride, weights, size, steps, sums, FIRST, PAIR):  # type: ignore[no-untyped-def]
-    """Multiply one tile of rows, or two if `PAIR`, with a span of two panels of bfloat16, which are `size` bytes apart.
-    The products are added to the tiles `sums`, or become them if `FIRST`."""
-    if FIRST:
+def _add_products(x0, x1, stride, weights, size, steps, sums, is_first, is_pair):  # type: ignore[no-untyped-def]
+    """Multiply one tile of rows, or two if `is_pair`, with a span of two panels of bfloat16, which are `size` bytes
+    apart. The products are added to the tiles `sums`, or become them if `is_first`."""
+    if is_first:
         amx.zero_0()
         amx.zero_1()
-        if PAIR:
+        if is_pair:
             amx.zero_2()
             amx.zero_3()
     else:
         amx.load_0(sums, 64)
         amx.load_1(sums + amx.TILE_BYTES, 64)
-        if PAIR:
+        if is_pair:
             amx.load_2(sums + 2 * amx.TILE_BYTES, 64)
             amx.load_3(sums + 3 * amx.TILE_BYTES, 64)
     tile0, tile1 = weights, weights + size
@@ -82,7 +82,7 @@ def _add_products(x0, x1, stride, weights, size, steps, sums, FIRST, PAIR):  # t
         amx.load_7(tile1, 64)
         amx.multiply_0()
         amx.multiply_1()
-        if PAIR:
+        if is_pair:
             amx.load_5(x1 + number * 64, stride)
             amx.multiply_2()
             amx.multiply_3()
@@ -90,7 +90,7 @@ def _add_products(x0, x1, stride, weights, size, steps, sums, FIRST, PAIR):  # t
         tile1 += amx.TILE_BYTES
     amx.store_0(sums, 64)
     amx.store_1(sums + amx.TILE_BYTES, 64)
-    if PAIR:
+    if is_pair:
         amx.store_2(sums + 2 * amx.TILE_BYTES, 64)
         amx.store_3(sums + 3 * amx.TILE_BYTES, 64)
 
@@ -170,18 +170,9 @@ def tile_product_kernel(coded: bool, inputs: int) -> Kernel:
                 for part in range(BLOCK // WIDTH):
                     at, to, row = weights + part * 2 * apart, sums + part * part_bytes, start
                     while row < end:
-                        last = end - row <= rows
                         x0 = x + (min(row, end - rows) - start) * stride + first * 64
                         x1 = x + (min(row + rows, end - rows) - start) * stride + first * 64
-                        if first == 0:
-                            if last:
-                                _add_products(x0, x1, stride, at, apart, steps, to, True, False)
-                            else:
-                                _add_products(x0, x1, stride, at, apart, steps, to, True, True)
-                        elif last:
-                            _add_products(x0, x1, stride, at, apart, steps, to, False, False)
-                        else:
-                            _add_products(x0, x1, stride, at, apart, steps, to, False, True)
+                        _add_products(x0, x1, stride, at, apart, steps, to, first == 0, end - row > rows)
                         row += 2 * rows
                         to += 4 * amx.TILE_BYTES
             for part in range(BLOCK // WIDTH):
