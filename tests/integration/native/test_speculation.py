@@ -16,6 +16,7 @@ from protocol.steps import NO_DRAFT, GrammarOutput
 from services.checkpoint import DEMO_MODEL
 from services.worker.backends.native import drafters
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer
+from services.worker.backends.native.drafters.eagle import eagle_drafter
 from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import SMALL, Family, save
@@ -408,3 +409,22 @@ def test_a_rest_changes_no_token(method: str) -> None:
     for plain, drafted in zip(*outputs, strict=True):
         assert drafted[: len(plain)] == plain
     assert accepted or method == "ngram"
+
+
+def test_deferred_steps_change_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that gets steps late proposes the same drafts as one that gets each step at once."""
+    wanted = Speculation("eagle", 3, str(DEMO_MODEL / "eagle"))
+    rng = np.random.default_rng(2)
+    some = [rng.integers(300, 4096, size).tolist() for size in (30, 9, 17)]
+    seen = []
+    for create in (drafters.create, eagle_drafter):
+        monkeypatch.setattr(drafters, "create", create)
+        driver = RunnerDriver(DEMO_MODEL, speculation=wanted, dtype="float32")
+        requests, drafts = [driver.add(prompt) for prompt in some], []
+        for number, driver.k in enumerate((3, 0, 0, 0, 2, 0, 3, 3)):
+            here = requests[: 2 + number % 2] if number else requests
+            driver.step([(request, request.known - request.computed) for request in here])
+            drafts.append((driver.epoch.drafts.slots.proposed.tolist(), driver.epoch.drafts.slots.tokens[:3].tolist()))
+        seen.append((drafts, [request.output for request in requests]))
+    assert seen[0] == seen[1]
+    assert any(number > 1 for number in seen[0][0][-1][0])

@@ -153,7 +153,7 @@ class EagleSetup:
         states = self.states(CONTEXT)
         for slot, tokens, *_ in rows:
             self.history.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        columns = np.array([(slot, start, end - start) for slot, _, start, end in rows], np.int32).T
+        columns = np.array([(slot, 1, start, end - start) for slot, _, start, end in rows], np.int32).T
         taken = [torch.cat([s[start:end] for _, _, start, end in rows]) for s in states]
         sampling = np.full(len(rows), samples)
         advance = Advance(*(c.copy() for c in columns), sampling, taken, self.min_acceptance)

@@ -32,7 +32,7 @@ class Lookup:
             self.history.tokens[slot, : len(tokens)] = torch.tensor(tokens)
         slots, lengths = (np.array(x, np.int32) for x in (list(sequences), [len(s) for s in sequences.values()]))
         starts, ones = np.zeros(len(slots), np.int32), np.ones(len(slots), np.bool_)
-        advance = Advance(slots, starts, lengths - 1, ones, [], min_acceptance)
+        advance = Advance(slots, starts, starts, lengths - 1, ones, [], min_acceptance)
         return self.proposer.propose(advance, k).tolist()
 
 
@@ -94,7 +94,9 @@ def test_rows_that_do_not_sample_have_no_drafts(lookup: NewLookup) -> None:
     made = lookup(1, 3)
     made.history.tokens[:2, :20] = 5
     propose = made.proposer.propose
-    columns = (np.array(x, np.int32) for x in ([0, 1], [0, 0], [10, 15]))
+    columns = (np.array(x, np.int32) for x in ([0, 1], [1, 1], [0, 0], [10, 15]))
     assert propose(Advance(*columns, np.array([False, True])), 2).tolist() == [[5, 5]]
-    one = np.ones(1, np.int32)
-    assert propose(Advance(np.array([0], np.int32), one, one, np.ones(1, np.bool_)), 0).shape == (1, 0)
+    assert propose(Advance(np.array([0], np.int32), *(np.ones(1, np.int32),) * 3, np.ones(1, np.bool_)), 0).shape == (
+        1,
+        0,
+    )

@@ -258,7 +258,7 @@ class NativeEpoch:
         starts, stay, samples = rows.starts[some], stay[some], samples[some]
         drafts = np.full((len(kept), k), NO_DRAFT, np.int32)
         if len(stay):
-            advance = Advance(rows.slots[some], starts, stay, samples, states, least)
+            advance = Advance(rows.slots[some], rows.generations[some], starts, stay, samples, states, least)
             drafts[kept] = self.proposer.propose(advance, k)
         self.drafts.propose(pending.slots, drafts)
         return drafts

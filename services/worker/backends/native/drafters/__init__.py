@@ -1,6 +1,7 @@
 """Drafters: one module per method."""
 
 from services.worker.backends.native.drafters.base import Drafter, TargetModel
+from services.worker.backends.native.drafters.deferred import deferred
 from services.worker.backends.native.drafters.draft_model import draft_model_drafter
 from services.worker.backends.native.drafters.eagle import eagle_drafter
 from services.worker.backends.native.drafters.ngram import ngram_drafter
@@ -18,6 +19,6 @@ def create(target: TargetModel) -> Drafter:
         case "draft_model":
             return draft_model_drafter(target)
         case "eagle" | "eagle3":
-            return eagle_drafter(target)
+            return deferred(eagle_drafter(target))
         case method:
             raise LoadError(f"speculation by {method} is not supported; the native backend has none")

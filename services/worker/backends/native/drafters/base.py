@@ -65,6 +65,8 @@ class Advance(NamedTuple):
     """Progress of each request in a step, without rejected drafts: one row each, in the plan's order."""
 
     slots: I32
+    generations: I32
+    """Generation of each slot; it changes when the request leaves the slot."""
     starts: I32
     """First position that the step computed."""
     counts: I32
