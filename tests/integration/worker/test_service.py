@@ -109,6 +109,17 @@ def test_heartbeats_leave_during_a_long_step(scheduler: ScriptedWorkerServer, tm
         process.kill()
 
 
+def test_the_kept_result_of_a_repeated_step_is_sent_again(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    with worker_thread(scheduler, tmp_path):
+        scheduler.serve()
+        plans, request = one_request()
+        steps = [plans.step(request) for _ in range(3)]
+        scheduler.send(*steps, *steps[1:], plans.step(request))
+        first, *sent, second, third, fourth = scheduler.results(6)
+        assert [second, third] == sent
+        assert step_ids([first, third, fourth]) == [1, 3, 4]
+
+
 def test_messages_of_other_epochs_and_bad_frames_are_ignored(
     scheduler: ScriptedWorkerServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
