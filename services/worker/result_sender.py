@@ -1,6 +1,6 @@
 """The connection for results: one thread sends results, another one heartbeats.
 
-Results and faults are sent in the order of launch (step order; docs/invariants.md): through one
+Results, faults and repeated results are sent in the order of launch (step order; docs/invariants.md): through one
 queue, whose thread waits for host copies. While the queue is empty, the executing thread itself sends what waits for
 nothing. A thread that computes in many short calls outside of Python's lock takes the lock back at once after each of
 them, and another thread that wants it to send a result delays both. The threads share the connection under a lock, so
@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
 from services.process import NO_ALARM, HangAlarm, IdleWatch, name_this_thread, processor_seconds
 from services.worker.kv_memory import BlockNames
 from services.worker.runner import OutOfMemory, Output, RanksLost, is_out_of_memory
+from services.worker.session import ResendResult
 
 log = logging.getLogger("runahead.worker")
 
@@ -48,6 +50,8 @@ ABORT_GRACE = 8.0
 """Seconds from the end of an epoch until a step of it that has not ended is considered stuck, or the connection for
 plans on which the end has not arrived."""
 EXIT_STUCK = 7
+RESULTS_KEPT = 16
+"""Number of latest results that are kept to be sent again."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,10 @@ class ResultSender:
         """Protects the connection."""
         self._state = threading.Lock()
         """Protects the attributes of an epoch, which change together: a late result must not enter the next epoch."""
-        self._queue: queue.SimpleQueue[LaunchedStep | StepFault | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[LaunchedStep | StepFault | ResendResult | None] = queue.SimpleQueue()
         self._num_queued = 0
         """Items that were queued and are not sent yet; under `_state`."""
+        self._kept: OrderedDict[int, ModelRunnerOutput] = OrderedDict()
         self._last_sampled = self._last_forward = 0.0
         self._epoch, self._rank, self._last_step = 0, 0, 0
         self._waits_for_ranks = False
@@ -137,14 +142,15 @@ class ResultSender:
             thread.start()
 
     def begin_epoch(self, epoch: int, rank: int) -> None:
-        """Results of the previous epoch that still arrive are not sent."""
+        """Drop the kept results of the previous epoch; those that still arrive are not sent."""
         with self._state:
             self._epoch, self._rank, self._last_step = epoch, rank, 0
+            self._kept.clear()
             self._last_sampled = self._last_forward = 0.0
 
-    def put(self, item: LaunchedStep | StepFault) -> None:
-        """Send a result or a fault; queue it if it waits for a host copy or for one before it. For the executing
-        thread."""
+    def put(self, item: LaunchedStep | StepFault | ResendResult) -> None:
+        """Send a result, a fault or a repetition; queue it if it waits for a host copy or for one before it. For the
+        executing thread."""
         with self._state:
             waits = self._num_queued > 0 or (isinstance(item, LaunchedStep) and not item.output.is_done)
             self._num_queued += waits
@@ -212,15 +218,25 @@ class ResultSender:
             with self._state:
                 self._num_queued -= 1
 
-    def _deliver(self, item: LaunchedStep | StepFault) -> None:
+    def _deliver(self, item: LaunchedStep | StepFault | ResendResult) -> None:
         """Send an item after all items before it."""
-        if self.failed.is_set():
-            return
-        message = self._result(item) if isinstance(item, LaunchedStep) else item
+        message = None if self.failed.is_set() else self._message(item)
         if message is not None:
             self._send(message)
         if isinstance(message, StepFault):
             self.failed.set()
+
+    def _message(self, item: LaunchedStep | StepFault | ResendResult) -> StepResult | RankLost | None:
+        match item:
+            case StepFault():
+                return item
+            case LaunchedStep():
+                return self._result(item)
+            case ResendResult(step_id=step_id) if step_id in self._kept:
+                return self._kept[step_id]
+            case ResendResult(step_id=step_id):
+                text = f"step {step_id} was sent again, but only the last {RESULTS_KEPT} results are kept"
+                return StepFault(self._epoch, step_id, text)
 
     def _result(self, launched: LaunchedStep) -> StepResult | RankLost | None:
         epoch, step_id = launched.step.epoch, launched.step.step_id
@@ -242,7 +258,7 @@ class ResultSender:
             return self._completed(launched, result) if epoch == self._epoch else None
 
     def _completed(self, launched: LaunchedStep, result: ModelRunnerOutput | StepTimes) -> StepResult | None:
-        """Complete the times of a step of this epoch."""
+        """Complete the times of a step of this epoch, and keep its result in case it must be sent again."""
         self._last_step = launched.step.step_id
         measured = result if isinstance(result, StepTimes) else result.times
         # The device is idle while both hold: no plan is queued, and the step before has ended.
@@ -266,7 +282,11 @@ class ResultSender:
         if isinstance(result, StepTimes):  # another rank returns the result
             report = StepReport(self._epoch, launched.step.step_id, self._rank, times)
             return report if launched.step.report_times else None
-        return msgspec.structs.replace(result, times=times)
+        result = msgspec.structs.replace(result, times=times)
+        self._kept[result.step_id] = result
+        if len(self._kept) > RESULTS_KEPT:
+            self._kept.popitem(last=False)
+        return result
 
     def _send(self, message: StepResult | Heartbeat | RankLost) -> None:
         try:

@@ -11,13 +11,14 @@
 The masks of a step come in any number of messages behind its plan. The runner waits for them, or `StepQueue` does. A
 worker that leaves no row out (left-out row; docs/invariants.md) gets all of them in one message, before the next plan.
 
-Steps are executed in order, each exactly once (step order; docs/invariants.md): a step that is not the next one is a
-fault. Messages of another epoch, and assignments to an epoch
+Steps are executed in order, each exactly once (step order; docs/invariants.md): the next step is executed, the kept
+result of a repeated step is sent again, and a gap is a fault. Messages of another epoch, and assignments to an epoch
 that is not later than the last one (incarnation; docs/invariants.md), are ignored. Only a drop reaches a worker without
 an epoch, too. A message that is not allowed in the current phase raises `ProtocolError` and changes nothing.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar
 
@@ -37,7 +38,14 @@ class Phase(Enum):
     FAILED = auto()
 
 
-StepAction = SchedulerOutput | GrammarOutput | ReleaseSlots | LoadBlocks | KeepPins
+@dataclass(frozen=True)
+class ResendResult:
+    """Send the kept result of a repeated step again."""
+
+    step_id: int
+
+
+StepAction = SchedulerOutput | GrammarOutput | ResendResult | ReleaseSlots | LoadBlocks | KeepPins
 """A message is the action that it names. `SchedulerOutput`: launch the next step. `GrammarOutput`: masks of a step that
 was launched, perhaps sampled without them."""
 Action = Assignment | InitializeCache | EndEpoch | Ping | Shutdown | StepAction | StepFault
@@ -141,6 +149,8 @@ class Session:
         return message
 
     def _on_step(self, step: SchedulerOutput) -> Action:
+        if step.step_id <= self.last_step:
+            return ResendResult(step.step_id)
         expected = self.last_step + 1
         if step.step_id != expected:
             return self._fault(step.step_id, f"step {step.step_id} arrived, but step {expected} is next")

@@ -8,7 +8,7 @@ from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ReleaseSlots, Sc
 from services.worker.result_sender import LaunchedStep, fault
 from services.worker.runner import ModelRunner, OutOfMemory, RanksLost, is_out_of_memory
 from services.worker.scheduler_link import SchedulerLink
-from services.worker.session import Phase, Session, StepAction
+from services.worker.session import Phase, ResendResult, Session, StepAction
 from services.worker.step_queue import SampleStep, StepQueue
 from services.worker.tiers.offload import Offload
 
@@ -104,6 +104,8 @@ class StepExecution:
                 self._sample(step, grammar)
             case GrammarOutput():
                 self._runner.add_masks(action)
+            case ResendResult():
+                self._link.results.put(action)
             case ReleaseSlots(slots=slots):
                 self._follow(action)
                 self._runner.release(unpack(slots))

@@ -14,7 +14,7 @@ from protocol.codec import unpack
 from protocol.steps import GrammarOutput, KeepPins, LoadBlocks, ReleaseSlots, SchedulerOutput
 from services.worker.backends.clock import MONOTONIC, Clock
 from services.worker.backends.mask_inbox import KEPT_STEPS, Forward, MaskInbox, joined
-from services.worker.session import StepAction
+from services.worker.session import ResendResult, StepAction
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SampleStep:
 
 
 class QueuedAction(NamedTuple):
-    action: SchedulerOutput | SampleStep | ReleaseSlots | LoadBlocks | KeepPins
+    action: SchedulerOutput | SampleStep | ResendResult | ReleaseSlots | LoadBlocks | KeepPins
     received: float
     """When its message was read: seconds on the monotonic clock. That of the plan for a `SampleStep`."""
 

@@ -16,8 +16,9 @@ from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepRe
 from protocol.transport import Client, PeerGone, Server
 from services.worker import result_sender
 from services.worker.kv_memory import BlockNames
-from services.worker.result_sender import LaunchedStep, ResultSender
+from services.worker.result_sender import RESULTS_KEPT, LaunchedStep, ResultSender
 from services.worker.runner import Output, RanksLost
+from services.worker.session import ResendResult
 
 PATIENCE = 30.0
 EMPTY = pack([])
@@ -136,12 +137,18 @@ def late(connection: ResultConnection) -> Callable[[ModelRunnerOutput | Exceptio
     return end
 
 
-def test_a_late_result_is_not_sent(connection: ResultConnection, late: Callable[..., None]) -> None:
+def test_a_late_result_is_neither_sent_nor_kept(connection: ResultConnection, late: Callable[..., None]) -> None:
     late(result(1, 5))
     connection.results.put(done(2, 1, result(2, 1)))
-    assert measured(connection.next_message()) == result(2, 1)
+    first = connection.next_message()
+    assert measured(first) == result(2, 1)
+    connection.results.put(ResendResult(1))
+    assert connection.next_message() == first
     while (beat := connection.next_message(Heartbeat)) != Heartbeat(2, 1, answers=0):
         assert beat == Heartbeat(2, 0, answers=0)
+    connection.results.put(ResendResult(5))
+    text = f"step 5 was sent again, but only the last {RESULTS_KEPT} results are kept"
+    assert connection.next_message() == StepFault(2, 5, text)
 
 
 def test_the_failure_of_a_step_whose_epoch_is_over_is_ignored(
@@ -167,6 +174,8 @@ def test_a_result_on_the_host_is_sent_by_the_thread_that_launched_its_step(conne
         connection.results.put(launched(1, step_id, output))
     assert [output.thread for output in outputs] == 2 * [threading.current_thread()]
     assert [measured(connection.next_message()) for _ in outputs] == [result(1, 1), result(1, 2)]
+    connection.results.put(ResendResult(2))
+    assert measured(connection.next_message()) == result(1, 2)
 
 
 def test_a_result_on_the_host_is_sent_after_a_step_whose_copy_is_on_its_way(connection: ResultConnection) -> None:
