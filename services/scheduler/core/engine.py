@@ -8,7 +8,7 @@ result are applied before it.
 
 import math
 from bisect import bisect_left
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from protocol.codec import ProtocolError, pack, unpack
 from protocol.columns import total
