@@ -200,7 +200,8 @@ class StepRecorder:
         events.ResultArrived: _on_arrived,
         events.StepDispatched: _on_dispatched,
     }
-    """Handlers of the events that are logged. While the log has an entry the scheduler wakes often, so none is written in each turn."""
+    """Handlers of the events that are logged. While the log has an entry the scheduler wakes often, so none is written
+    in each turn."""
 
     def _void_steps(self) -> int:
         """Drop the steps in flight, which get no record. Return their number."""
