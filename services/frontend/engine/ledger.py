@@ -98,7 +98,7 @@ class LedgerEntry:
         number, output = self.request.number, self.stream.output
         if self.attempts > SUSPECT_AFTER:
             return Finish(number, FinishReason.ERROR, message=GUILTY)
-        if self.num_admissions and len(output) >= self.request.params.max_tokens:  # only its end was lost
+        if len(output) >= self.request.params.max_tokens:  # only its end was lost
             return Finish(number, FinishReason.LENGTH)
         return None
 

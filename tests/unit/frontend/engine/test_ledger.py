@@ -75,7 +75,8 @@ async def test_a_request_is_sent_once_and_again_with_its_output_to_the_next_sche
         (2, [2, 7, 8], 1),
     ]
     assert [r.params.prompt_logprobs for r in again] == [0, None], "it would be computed without the prefix cache"
-    assert [(r.attempts, r.incarnation, r.params.seed) for r in again] == [(1, SECOND, 1), (1, SECOND, 2)]
+    sent = [(r.attempts, r.incarnation, r.params.seed, r.params.max_tokens) for r in again]
+    assert sent == [(1, SECOND, 1, 1000), (1, SECOND, 2, 1000)]
     assert again[0].age > again[1].age > 0
     assert requests.ledger.resubmitted == 2
 
@@ -164,6 +165,9 @@ async def test_an_answer_that_another_frontend_began_goes_on_with_its_model_alon
     (again,) = ledger.submissions((OTHER, FIRST), "one model", 100.0)
     assert (unpack(again.token_ids).tolist(), again.age > 0) == ([1, 7], True), "it precedes new requests"
     assert [name for name, owned in ledger.streams.items() if owned] == [OTHER], "no former owner keeps the stream"
+    for scheduler, identity, count in (((OTHER, SECOND), "", 1), ((OTHER, THIRD), "another model", 0)):
+        ledger.disconnected(OTHER)
+        assert len(ledger.submissions(scheduler, identity, 100.0)) == count, "a model that is not known may be the same"
 
 
 async def test_expulsions_accuse_requests_without_output_and_end_the_one_that_was_alone() -> None:
