@@ -191,7 +191,7 @@ def test_projections_leave_nothing_to_pausing() -> None:
         for seed in range(30 if SOAK else 6):
             rng = np.random.default_rng(seed)
             world = RigidWorld(
-                limits(max_num_seqs=6, max_model_len=52),
+                limits(max_num_seqs=6),
                 1 + seed % 3,
                 interleave=seed % 2 == 0,
                 max_volume=int(rng.integers(68, 200)),

@@ -22,7 +22,8 @@ class OpenRequests:
     """A ledger with requests whose prompt is their number. Time advances by a second with each event."""
 
     def __init__(self, *numbers: int, max_tokens: int = 1000) -> None:
-        self.ledger = RequestLedger()
+        self.closed: list[int] = []
+        self.ledger = RequestLedger(self.closed.append)
         self.streams: dict[int, RecordingStream] = {}
         self._now = 100.0
         for number in numbers:
@@ -83,7 +84,7 @@ async def test_a_request_is_sent_once_and_again_with_its_output_to_the_next_sche
 
 async def test_only_the_next_index_becomes_output() -> None:
     requests = submitted(1)
-    requests.deliver(1, 7, 8)
+    assert requests.ledger.deliver(ENGINE, [5, 1, 1], [0, 0, 1], [3, 7, 8]) == [5]
     requests.deliver(1, 7, 8, 9, at=0)
     stream = requests.streams[1]
     assert (stream.output, stream.tokens, stream.duplicates) == ([7, 8, 9], [7, 8, 9], 2)
@@ -105,7 +106,7 @@ async def test_a_request_that_lacks_only_its_end_ends_by_length() -> None:
     requests.deliver(1, 7, 8)
     assert requests.reconnect(SECOND) == []
     assert requests.streams[1].end == Finish(1, FinishReason.LENGTH)
-    assert len(requests.ledger) == 0
+    assert (len(requests.ledger), [*requests.ledger.oldest(1)], requests.closed) == (0, [], [1])
 
 
 async def test_suspects_are_sent_one_by_one_and_the_one_that_kills_again_is_refused() -> None:
@@ -191,8 +192,8 @@ async def test_a_scheduler_that_expelled_a_request_and_died_counts_once_for_it()
 
 async def test_a_request_without_progress_is_stuck_wherever_it_waits() -> None:
     requests = submitted(1, 2)
-    for now in range(101, 110):
-        assert requests.ledger.stuck(float(now), 10.0) == []
+    for now in range(202, 220):
+        assert requests.ledger.stuck(now / 2, 10.0) == []
     requests.deliver(2, 7)
     assert requests.ledger.stuck(110.0, 10.0) == []
     assert requests.ledger.stuck(111.0, 10.0) == [requests.streams[1]]
