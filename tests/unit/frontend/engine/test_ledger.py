@@ -151,21 +151,23 @@ async def test_a_suspect_on_trial_gives_way_when_it_ends_and_begins_anew_on_anot
         requests.reconnect(incarnation)
     for _ in range(2):
         assert [r.number for r in requests.reconnect(THIRD)] == [1]
+    requests.ledger.disconnected(OTHER)
+    assert requests.connect(THIRD) == []
     requests.ledger.end(1, Finish(1, FinishReason.STOP))
     assert [r.number for r in requests.connect(THIRD)] == [2]
 
 
 async def test_an_answer_that_another_frontend_began_goes_on_with_its_model_alone() -> None:
-    ledger, stream = RequestLedger(), RecordingStream(ResponseStream(FlushQueue()))
+    ledger, stream = OpenRequests(2).ledger, RecordingStream(ResponseStream(FlushQueue()))
     stream.number, stream.output = 1, [7]
     entry = ledger.open(stream, GenerateRequest(1, pack([1]), 1, SamplingParams(9)), 100.0, "one model")
     ledger.assign(entry, ENGINE)
-    assert ledger.submissions((ENGINE, FIRST), "another model", 100.0) == []
+    assert [r.number for r in ledger.submissions((ENGINE, FIRST), "another model", 100.0)] == [2]
     assert ledger.waiting == [entry]
     ledger.assign(entry, OTHER)
     (again,) = ledger.submissions((OTHER, FIRST), "one model", 100.0)
     assert (unpack(again.token_ids).tolist(), again.age > 0) == ([1, 7], True), "it precedes new requests"
-    assert [name for name, owned in ledger.streams.items() if owned] == [OTHER], "no former owner keeps the stream"
+    assert (1 in ledger.streams[OTHER], 1 in ledger.streams[ENGINE]) == (True, False)
     for scheduler, identity, count in (((OTHER, SECOND), "", 1), ((OTHER, THIRD), "another model", 0)):
         ledger.disconnected(OTHER)
         assert len(ledger.submissions(scheduler, identity, 100.0)) == count, "a model that is not known may be the same"
@@ -188,6 +190,19 @@ async def test_a_scheduler_that_expelled_a_request_and_died_counts_once_for_it()
     requests = submitted(1)
     requests.ledger.expelled(ENGINE)
     assert [r.attempts for r in requests.reconnect(SECOND)] == [1]
+
+
+async def test_a_scheduler_that_returns_does_not_count_as_dead() -> None:
+    requests = submitted(1)
+    requests.reconnect(SECOND)
+    requests.ledger.disconnected(ENGINE)
+    requests.ledger.move(1, 2, OTHER, is_fault=True)
+    assert [r.attempts for r in requests.ledger.submissions((OTHER, THIRD), "", 200.0)] == [2]
+    requests.ledger.disconnected("2")
+    for _ in range(2):
+        requests.ledger.returned((ENGINE, SECOND))
+    requests.ledger.disconnected(OTHER)
+    assert [r.attempts for r in requests.ledger.submissions((OTHER, FOURTH), "", 200.0)] == [2]
 
 
 async def test_a_request_without_progress_is_stuck_wherever_it_waits() -> None:
