@@ -161,19 +161,27 @@ def test_the_whole_request_is_reserved_and_the_head_waits_for_it() -> None:
     assert world.store.counters["num_preemptions"] == 0
 
 
+@pytest.mark.parametrize("interleave", [True, False])
+def test_a_request_may_take_all_blocks_and_the_whole_context(interleave: bool) -> None:
+    world = RigidWorld(limits(num_blocks=16), 2, interleave=interleave, max_volume=68)
+    stream = world.add(prompt(30), params(34, eos=False))
+    world.drain()
+    assert len(stream.tokens) == 34
+
+
 def test_the_last_chunk_waits_until_the_context_holds_both() -> None:
     """The long request reaches 60 of 64 positions; beside it, the new request would be padded beyond the context."""
     world = RigidWorld(limits(), 2)
     long = world.add(prompt(30), params(30, eos=False))
     while len(long.tokens) < 10:
         world.step()
-    late = world.add(prompt(16, first=9), params(30, eos=False))
+    late = world.add(prompt(24, first=9), params(30, eos=False))
     while long.open:
         world.step()
-        if long.open and len(long.tokens) > 14:
-            assert late.steps == 1  # its first chunk ran, its last one waits while decodes go on
+        if long.open and len(long.tokens) > 16:
+            assert late.steps == 2  # two chunks ran, its last one waits while decodes go on
     world.drain()
-    assert late.steps > 2
+    assert late.steps > 3
 
 
 def test_projections_leave_nothing_to_pausing() -> None:
@@ -183,7 +191,11 @@ def test_projections_leave_nothing_to_pausing() -> None:
         for seed in range(30 if SOAK else 6):
             rng = np.random.default_rng(seed)
             world = RigidWorld(
-                limits(max_num_seqs=6), 1 + seed % 3, max_volume=int(rng.integers(68, 200)), pausing=pausing
+                limits(max_num_seqs=6),
+                1 + seed % 3,
+                interleave=seed % 2 == 0,
+                max_volume=int(rng.integers(68, 200)),
+                pausing=pausing,
             )
             for _ in range(10):
                 tokens = [int(t) for t in rng.integers(2, 64, rng.integers(1, 20))]

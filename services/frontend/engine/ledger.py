@@ -98,7 +98,7 @@ class LedgerEntry:
         number, output = self.request.number, self.stream.output
         if self.attempts > SUSPECT_AFTER:
             return Finish(number, FinishReason.ERROR, message=GUILTY)
-        if self.num_admissions and len(output) >= self.request.params.max_tokens:  # only its end was lost
+        if len(output) >= self.request.params.max_tokens:  # only its end was lost
             return Finish(number, FinishReason.LENGTH)
         return None
 
@@ -286,7 +286,7 @@ class RequestLedger:
         """A scheduler has ended the connection for a bad message. Call it before `disconnected`."""
         for entry in self.owned(engine):
             is_unsent = entry.request.number in self._unsent[engine]
-            if not is_unsent and entry.holder and len(entry.stream.output) == entry.sent_length:
+            if not is_unsent and len(entry.stream.output) == entry.sent_length:
                 entry.attempts, entry.holder = entry.attempts + 1, None
 
     def disconnected(self, engine: str, is_death: bool = True) -> None:

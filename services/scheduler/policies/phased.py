@@ -138,11 +138,11 @@ class PhasedPolicy:
 
     def _may_continue(self, view: SchedulerView, slot: int) -> bool:
         """Return whether the next chunk of a prefill may be dispatched: the last one waits for room among the decodes,
-        unless that was checked at the first chunk."""
+        which it has if that was checked at the first chunk."""
         s = view.slots
         entry = int(s.entry[slot])
         last = self._geometry.chunk_end(entry, int(s.computed[slot])) == entry
-        return not (last and self._interleave) or self._fits(view, entry, int(s.limit[slot]))
+        return not last or self._fits(view, entry, int(s.limit[slot]))
 
     def _fits(self, view: SchedulerView, tokens: int, limit: int) -> bool:
         """Return whether all can decode to their ends together with a new request of `tokens` that ends at `limit`

@@ -346,7 +346,7 @@ def test_a_worker_registers_with_the_next_scheduler_and_keeps_its_weights(
         scheduler = ScriptedWorkerServer(f"ipc://{tmp_path}/w")
         try:
             register = scheduler.registered()
-            assert (register.epoch, register.shard) == (first, Shard())
+            assert (register.epoch, register.shard, register.returns) == (first, Shard(), True)
             scheduler.assign(first)
             scheduler.assign(second)
             assert isinstance(progress := scheduler.next_message(), LoadProgress)

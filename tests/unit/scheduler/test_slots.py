@@ -24,16 +24,16 @@ def test_the_next_owner_sees_no_column_of_the_last() -> None:
 
 
 def test_many_stop_tokens_cost_other_steps_nothing_once_their_request_has_left() -> None:
-    slots = SlotColumns(3, 32)
+    slots = SlotColumns(2, 32)
     slots.assign(request([1], 1, stop_token_ids=(7, 8)), 32)
     wide = slots.assign(request([1], 2, stop_token_ids=tuple(range(1000))), 32)
-    assert slots.stop_ids.shape == (3, 1000)
+    assert slots.stop_ids.shape == (2, 1000)
     slots.retire(wide, DROP)
     slots.release(wide)
-    assert slots.stop_ids.shape == (3, 2)
+    assert slots.stop_ids.shape == (2, 2)
     assert slots.stop_ids[0].tolist() == [7, 8]
     slots.assign(request([1], 3, eos_token_ids=(2,)), 32)
-    assert slots.stop_ids.tolist()[2] == [2, -1]
+    assert slots.stop_ids[wide].tolist() == [2, -1]
 
 
 def test_under_a_grammar_a_stop_token_counts_at_once_whatever_min_tokens_says() -> None:

@@ -179,13 +179,14 @@ def test_a_result_on_the_host_is_sent_by_the_thread_that_launched_its_step(conne
 
 
 def test_a_result_on_the_host_is_sent_after_a_step_whose_copy_is_on_its_way(connection: ResultConnection) -> None:
-    copy, output = PendingCopy(result(1, 1)), ResultOnHost(result(1, 2))
-    connection.results.put(launched(1, 1, copy))
-    connection.results.put(launched(1, 2, output))
-    assert output.thread is None
-    copy.ended.set()
-    assert [measured(connection.next_message()) for _ in range(2)] == [result(1, 1), result(1, 2)]
-    assert output.thread is not threading.current_thread()
+    for first, second in ((1, 2), (3, 4)):
+        copy, output = PendingCopy(result(1, first)), ResultOnHost(result(1, second))
+        connection.results.put(launched(1, first, copy))
+        connection.results.put(launched(1, second, output))
+        assert output.thread is None
+        copy.ended.set()
+        assert [measured(connection.next_message()) for _ in range(2)] == [result(1, first), result(1, second)]
+        assert output.thread is not threading.current_thread()
 
 
 def test_blocks_of_a_step_can_be_read_before_its_result_is_sent(connection: ResultConnection) -> None:

@@ -35,9 +35,9 @@ def session() -> Session:
 
 
 def test_a_gap_is_a_fault_that_names_both_steps(session: Session) -> None:
-    session.on(plan(1))
-    assert session.on(plan(3)) == StepFault(3, 3, "step 3 arrived, but step 2 is next")
-    assert session.on(plan(2)) is None
+    assert [session.on(plan(step_id)) for step_id in (1, 2)] == [plan(1), plan(2)]
+    assert session.on(plan(4)) == StepFault(3, 4, "step 4 arrived, but step 3 is next")
+    assert session.on(plan(3)) is None
     assert session.phase is Phase.FAILED
 
 
@@ -82,6 +82,7 @@ def in_phase(phase: Phase) -> Session:
 def test_the_end_of_an_epoch_leads_from_every_phase_to_the_next_epoch(phase: Phase) -> None:
     session = in_phase(phase)
     if phase is Phase.SERVING:
+        session.on(LoadBlocks(3, 1, 9, b"", b""))
         session.on(plan(1, grammar=True))  # its masks never come
     end = EndEpoch(3, "a rank was lost")
     assert session.on(end) is end
@@ -91,6 +92,8 @@ def test_the_end_of_an_epoch_leads_from_every_phase_to_the_next_epoch(phase: Pha
     session.on(INIT)
     session.ready()
     assert session.on(plan(2, epoch=3)) is None, "a step of the epoch before"
+    load = LoadBlocks(4, 1, 1, b"", b"")
+    assert session.on(load) == load, "loads are counted from 1 again"
     assert session.on(plan(1, epoch=4)) == plan(1, epoch=4), "steps are counted from 1 again"
 
 

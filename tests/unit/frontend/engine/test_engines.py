@@ -148,7 +148,8 @@ class Fleet:
         """Submit a request; return its stream, its engine and the other one, when the engine has it."""
         stream = RecordingStream(ResponseStream(FlushQueue()))
         before = [len(engine.requests) for engine in self.engines]
-        self.client.submit(stream, prompt, SamplingParams(20, seed=5), replace(NO_PROMPT, cache_salt=salt))
+        params = SamplingParams(20, seed=5, min_tokens=2)
+        self.client.submit(stream, prompt, params, replace(NO_PROMPT, cache_salt=salt))
         await self.until(lambda: before != [len(engine.requests) for engine in self.engines])
         owner = self.engines[int(self.client.ledger.entry(stream.number).engine)]  # type: ignore[union-attr]
         return stream, owner, self.engines[1 - self.engines.index(owner)]
@@ -493,7 +494,7 @@ async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_ther
         await engines.until(lambda: all(engine.subscriptions for engine in engines.engines))
         stream, owner, _ = await engines.submit(prompt, "salt")
         [request] = computing.requests
-        assert (owner, request.params.max_tokens) == (computing, 1)
+        assert (owner, request.params.max_tokens, request.params.min_tokens) == (computing, 1, 1)
         names = names_of("salt", pack(prompt), BLOCK)
         computing.send_blocks(0, names[:40])
         expected = ControlCache(0, CacheAction.LOAD, names=b"".join(names[:32]), kv_peers=["tcp://peer"])

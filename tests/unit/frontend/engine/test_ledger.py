@@ -22,7 +22,8 @@ class OpenRequests:
     """A ledger with requests whose prompt is their number. Time advances by a second with each event."""
 
     def __init__(self, *numbers: int, max_tokens: int = 1000) -> None:
-        self.ledger = RequestLedger()
+        self.closed: list[int] = []
+        self.ledger = RequestLedger(self.closed.append)
         self.streams: dict[int, RecordingStream] = {}
         self._now = 100.0
         for number in numbers:
@@ -75,14 +76,15 @@ async def test_a_request_is_sent_once_and_again_with_its_output_to_the_next_sche
         (2, [2, 7, 8], 1),
     ]
     assert [r.params.prompt_logprobs for r in again] == [0, None], "it would be computed without the prefix cache"
-    assert [(r.attempts, r.incarnation, r.params.seed) for r in again] == [(1, SECOND, 1), (1, SECOND, 2)]
+    sent = [(r.attempts, r.incarnation, r.params.seed, r.params.max_tokens) for r in again]
+    assert sent == [(1, SECOND, 1, 1000), (1, SECOND, 2, 1000)]
     assert again[0].age > again[1].age > 0
     assert requests.ledger.resubmitted == 2
 
 
 async def test_only_the_next_index_becomes_output() -> None:
     requests = submitted(1)
-    requests.deliver(1, 7, 8)
+    assert requests.ledger.deliver(ENGINE, [5, 1, 1], [0, 0, 1], [3, 7, 8]) == [5]
     requests.deliver(1, 7, 8, 9, at=0)
     stream = requests.streams[1]
     assert (stream.output, stream.tokens, stream.duplicates) == ([7, 8, 9], [7, 8, 9], 2)
@@ -104,7 +106,7 @@ async def test_a_request_that_lacks_only_its_end_ends_by_length() -> None:
     requests.deliver(1, 7, 8)
     assert requests.reconnect(SECOND) == []
     assert requests.streams[1].end == Finish(1, FinishReason.LENGTH)
-    assert len(requests.ledger) == 0
+    assert (len(requests.ledger), [*requests.ledger.oldest(1)], requests.closed) == (0, [], [1])
 
 
 async def test_suspects_are_sent_one_by_one_and_the_one_that_kills_again_is_refused() -> None:
@@ -149,21 +151,26 @@ async def test_a_suspect_on_trial_gives_way_when_it_ends_and_begins_anew_on_anot
         requests.reconnect(incarnation)
     for _ in range(2):
         assert [r.number for r in requests.reconnect(THIRD)] == [1]
+    requests.ledger.disconnected(OTHER)
+    assert requests.connect(THIRD) == []
     requests.ledger.end(1, Finish(1, FinishReason.STOP))
     assert [r.number for r in requests.connect(THIRD)] == [2]
 
 
 async def test_an_answer_that_another_frontend_began_goes_on_with_its_model_alone() -> None:
-    ledger, stream = RequestLedger(), RecordingStream(ResponseStream(FlushQueue()))
+    ledger, stream = OpenRequests(2).ledger, RecordingStream(ResponseStream(FlushQueue()))
     stream.number, stream.output = 1, [7]
     entry = ledger.open(stream, GenerateRequest(1, pack([1]), 1, SamplingParams(9)), 100.0, "one model")
     ledger.assign(entry, ENGINE)
-    assert ledger.submissions((ENGINE, FIRST), "another model", 100.0) == []
+    assert [r.number for r in ledger.submissions((ENGINE, FIRST), "another model", 100.0)] == [2]
     assert ledger.waiting == [entry]
     ledger.assign(entry, OTHER)
     (again,) = ledger.submissions((OTHER, FIRST), "one model", 100.0)
     assert (unpack(again.token_ids).tolist(), again.age > 0) == ([1, 7], True), "it precedes new requests"
-    assert [name for name, owned in ledger.streams.items() if owned] == [OTHER], "no former owner keeps the stream"
+    assert (1 in ledger.streams[OTHER], 1 in ledger.streams[ENGINE]) == (True, False)
+    for scheduler, identity, count in (((OTHER, SECOND), "", 1), ((OTHER, THIRD), "another model", 0)):
+        ledger.disconnected(OTHER)
+        assert len(ledger.submissions(scheduler, identity, 100.0)) == count, "a model that is not known may be the same"
 
 
 async def test_expulsions_accuse_requests_without_output_and_end_the_one_that_was_alone() -> None:
@@ -185,10 +192,23 @@ async def test_a_scheduler_that_expelled_a_request_and_died_counts_once_for_it()
     assert [r.attempts for r in requests.reconnect(SECOND)] == [1]
 
 
+async def test_a_scheduler_that_returns_does_not_count_as_dead() -> None:
+    requests = submitted(1)
+    requests.reconnect(SECOND)
+    requests.ledger.disconnected(ENGINE)
+    requests.ledger.move(1, 2, OTHER, is_fault=True)
+    assert [r.attempts for r in requests.ledger.submissions((OTHER, THIRD), "", 200.0)] == [2]
+    requests.ledger.disconnected("2")
+    for _ in range(2):
+        requests.ledger.returned((ENGINE, SECOND))
+    requests.ledger.disconnected(OTHER)
+    assert [r.attempts for r in requests.ledger.submissions((OTHER, FOURTH), "", 200.0)] == [2]
+
+
 async def test_a_request_without_progress_is_stuck_wherever_it_waits() -> None:
     requests = submitted(1, 2)
-    for now in range(101, 110):
-        assert requests.ledger.stuck(float(now), 10.0) == []
+    for now in range(202, 220):
+        assert requests.ledger.stuck(now / 2, 10.0) == []
     requests.deliver(2, 7)
     assert requests.ledger.stuck(110.0, 10.0) == []
     assert requests.ledger.stuck(111.0, 10.0) == [requests.streams[1]]

@@ -192,6 +192,7 @@ async def test_disconnect_overtakes_what_waits_and_nothing_is_fed_after_it(is_fu
     stream, connection.is_full = RecordingStream(response), is_full
     reading = asyncio.create_task(response.last(connection))
     stream.arrive(7)
+    await turns(3 if is_full else 0)
     response.fail(APIError(GONE, "it left"))
     with pytest.raises(APIError, match="it left"):
         await asyncio.wait_for(reading, 20)
