@@ -439,7 +439,7 @@ class Service:
         """Return the status of the group, or of the drain; a change is sent to all frontends at once."""
         status = self.group.status
         if self._draining and (status.phase is EnginePhase.READY or self.group.is_stopped):
-            return status._replace(phase=EnginePhase.DRAINING)
+            return status._replace(phase=EnginePhase.DRAINING, detail="stopping")
         return status
 
 

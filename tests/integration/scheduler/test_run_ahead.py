@@ -42,7 +42,7 @@ def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(
         for service in stopped:
             for process in running.workers if service == "workers" else [running.scheduler]:
                 process.send_signal(signal.SIGTERM)
-        client.wait_state(lambda state: state.phase is EnginePhase.DRAINING)
+        assert client.wait_state(lambda state: state.phase is EnginePhase.DRAINING).detail == "stopping"
         client.generate(2, list(range(40)), SamplingParams(max_tokens=5, temperature=0.0))
         client.wait_finished(1, 2)
         assert (client.finished[1].reason, len(client.tokens[1])) == (FinishReason.LENGTH, 120)
