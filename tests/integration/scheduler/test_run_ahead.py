@@ -103,8 +103,7 @@ def test_a_draining_scheduler_expects_no_worker_that_is_stopped_before_it_regist
         starts = SchedulerLink(config, SimRunner(config), NO_ALARM)
         starts.connect_within(PATIENCE)
         running.scheduler.send_signal(signal.SIGTERM)
-        while "draining" not in running.log(running.scheduler):
-            client.receive()
+        client.wait_state(lambda state: state.phase is EnginePhase.DRAINING)
         starts.results.is_stopped = True
         starts.results.leave()
         starts.close()
