@@ -443,8 +443,8 @@ class Service:
     def _status(self) -> GroupStatus:
         """Return the status of the group, or of the drain; a change is sent to all frontends at once."""
         status = self.group.status
-        if self._draining and (status.phase is EnginePhase.READY or self.group.is_stopped):
-            return status._replace(phase=EnginePhase.DRAINING)
+        if self._draining and not self.group.failed:  # also while it waits for lost workers: it takes no new requests
+            return status._replace(phase=EnginePhase.DRAINING, detail="stopping")
         return status
 
 

@@ -42,7 +42,7 @@ def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(
         for service in stopped:
             for process in running.workers if service == "workers" else [running.scheduler]:
                 process.send_signal(signal.SIGTERM)
-        client.wait_state(lambda state: state.phase is EnginePhase.DRAINING)
+        assert client.wait_state(lambda state: state.phase is EnginePhase.DRAINING).detail == "stopping"
         client.generate(2, list(range(40)), SamplingParams(max_tokens=5, temperature=0.0))
         client.wait_finished(1, 2)
         assert (client.finished[1].reason, len(client.tokens[1])) == (FinishReason.LENGTH, 120)
@@ -103,8 +103,7 @@ def test_a_draining_scheduler_expects_no_worker_that_is_stopped_before_it_regist
         starts = SchedulerLink(config, SimRunner(config), NO_ALARM)
         starts.connect_within(PATIENCE)
         running.scheduler.send_signal(signal.SIGTERM)
-        while "draining" not in running.log(running.scheduler):
-            client.receive()
+        client.wait_state(lambda state: state.phase is EnginePhase.DRAINING)
         starts.results.is_stopped = True
         starts.results.leave()
         starts.close()
