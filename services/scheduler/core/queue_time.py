@@ -1,8 +1,9 @@
 """Estimate of the time that a new request waits before its first step.
 
-The prompt tokens before it must be computed: their rate is measured while steps compute prompts. And if all seats, or
-all KV blocks, are taken, running requests must end first: `n` of them that hold their seats for a time `t` on average
-end at a rate of `n / t` (Little's law). The longer of the two times counts.
+The prompt tokens before it must be computed: their rate is measured while steps compute prompts. Steps are full while
+tokens wait, so a measured step that was not counts as if it had been. And if all seats, or all KV blocks, are taken,
+running requests must end first: `n` of them that hold their seats for a time `t` on average end at a rate of `n / t`
+(Little's law). The longer of the two times counts.
 """
 
 import math
@@ -28,6 +29,10 @@ class QueueTime:
     _computed: float = 0.0
     """Number of `_tokens` that were computed."""
     _seconds: float = 0.0
+    _token_seconds: float = 0.0
+    """Seconds of each measured step times its tokens: the more tokens a step has, the more it says about full ones."""
+    _token_room: float = 0.0
+    """Prompt tokens of each measured step, if it were full, times its tokens."""
     _measured_until: float | None = None
     """End of the last measured time; None: no step is in flight. Seconds, as in `RequestStore.now`."""
     _seat_seconds: float = 0.0
@@ -38,11 +43,12 @@ class QueueTime:
         if self._measured_until is None:
             self._measured_until = now
 
-    def on_result(self, now: float, prompt_tokens: int, cache_hits: int, is_idle: bool) -> bool:
+    def on_result(self, now: float, prompt_tokens: int, room: int, cache_hits: int, is_idle: bool) -> bool:
         """A result was applied. Return whether the measured times have changed.
 
         Args:
             prompt_tokens: prompt tokens that its step computed.
+            room: how many it could have computed.
             cache_hits: prompt tokens found in the prefix cache so far, over all requests.
             is_idle: no other step is in flight.
         """
@@ -50,10 +56,12 @@ class QueueTime:
         self._measured_until = None if is_idle else now
         tokens = prompt_tokens + cache_hits - self._cache_hits
         if tokens:
-            kept = math.exp(min(since - now, 0.0) / MEMORY)
+            kept, seconds = math.exp(min(since - now, 0.0) / MEMORY), max(now - since, 0.0)
             self._tokens = self._tokens * kept + tokens
             self._computed = self._computed * kept + prompt_tokens
-            self._seconds = self._seconds * kept + max(now - since, 0.0)
+            self._seconds = self._seconds * kept + seconds
+            self._token_seconds = self._token_seconds * kept + prompt_tokens * seconds
+            self._token_room = self._token_room * kept + prompt_tokens * max(room, prompt_tokens)
             self._cache_hits = cache_hits
         return tokens > 0
 
@@ -70,7 +78,13 @@ class QueueTime:
         """Return the estimate for a new request with so many tokens; 0.0 if nothing stands before it."""
         left = epoch.slots.entry[epoch.running] - epoch.slots.computed[epoch.running]
         tokens = store.num_waiting_tokens + int(left[left > 0].sum())
-        return max(tokens * self.seconds_per_prompt_token, self._for_seats(store, epoch, num_tokens))
+        return max(tokens * self._seconds_per_waiting_token, self._for_seats(store, epoch, num_tokens))
+
+    @property
+    def _seconds_per_waiting_token(self) -> float:
+        if not self._token_room:
+            return self.seconds_per_prompt_token
+        return self._token_seconds / self._token_room * self._computed / self._tokens
 
     @property
     def seconds_per_prompt_token(self) -> float:

@@ -76,6 +76,14 @@ def test_the_estimate_is_the_time_for_the_prompts_before() -> None:
     assert bench.core.stats()["expected_queue_seconds"] == bench.core.queue_seconds()
 
 
+def test_a_step_of_few_tokens_is_not_taken_for_the_rate_of_full_ones() -> None:
+    bench = Bench()
+    bench.add(5)
+    bench.run(1)
+    bench.add(60)
+    assert bench.core.queue_seconds() == pytest.approx(60 / (19 / STEP))
+
+
 def test_a_request_that_would_wait_too_long_is_refused_with_the_numbers() -> None:
     bench = Bench(max_queue_seconds=2.0)
     bench.add(60)
