@@ -405,7 +405,8 @@ class EngineCore:
         prompt_tokens, now = step.num_tokens - len(step.slots), self.store.now
         if prompt_tokens:
             prompt_tokens -= total(step.drafts)
-        room, hits = self.epoch.limits.max_num_batched_tokens - len(step.slots), self.store.counters["prefix_cache_hits"]
+        room = self.epoch.limits.max_num_batched_tokens - len(step.slots)
+        hits = self.store.counters["prefix_cache_hits"]
         if self._queue_time.on_result(now, prompt_tokens, room, hits, not self.queue.steps):
             self.store.loading.seconds_per_token = self._queue_time.seconds_per_computed_token
         if ended:
