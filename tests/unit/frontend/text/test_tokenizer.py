@@ -99,6 +99,15 @@ def test_text_with_byte_fallback_is_complete_after_any_prompt(byte_fallback: Tok
     assert not any("\ufffd" in text for text in shown)
 
 
+@pytest.mark.parametrize("after", ["", "a"])
+@pytest.mark.parametrize("character", ["é", "世", "😀"])
+def test_each_byte_of_a_character_cut_off_is_shown(byte_fallback: Tokenizer, character: str, after: str) -> None:
+    """As the library decodes it."""
+    *cut, _ = byte_fallback.encode(character, add_special_tokens=False)
+    ids = [*cut, *byte_fallback.encode(after, add_special_tokens=False)[-1:]]
+    assert "".join(detokenize(byte_fallback, [], ids)) == byte_fallback.decode(ids)
+
+
 @given(st.lists(st.integers(0, 264), max_size=60))
 def test_byte_fallback_accepts_any_tokens(byte_fallback: Tokenizer, ids: list[int]) -> None:
     assert len("".join(detokenize(byte_fallback, [], ids))) <= len(ids) * 6
