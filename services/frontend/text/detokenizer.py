@@ -152,7 +152,7 @@ class ByteVocabulary(dict[int, str | bytes]):
         super().__init__()
         self._name, self._read, self._hidden = name, read, hidden
         self.errors = _EACH if read is _of_words else "replace"
-        """How bytes are shown that are no character, as of `codecs`."""
+        """Name of the handler of bytes that are no character."""
 
     def __missing__(self, token_id: int) -> str | bytes:
         content: str | bytes = b"" if token_id in self._hidden else self._read(self._name(token_id))
