@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
 
 from services.checkpoint import DEMO_MODEL, CheckpointError
-from services.frontend.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from services.frontend.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, single_byte
 from services.frontend.text.tokenizer import Tokenizer
 
 BYTE_LEVEL = Tokenizer(DEMO_MODEL)
@@ -106,6 +106,11 @@ def test_each_byte_of_a_character_cut_off_is_shown(byte_fallback: Tokenizer, cha
     *cut, _ = byte_fallback.encode(character, add_special_tokens=False)
     ids = [*cut, *byte_fallback.encode(after, add_special_tokens=False)[-1:]]
     assert "".join(detokenize(byte_fallback, [], ids)) == byte_fallback.decode(ids)
+
+
+def test_single_bytes_are_written_with_capital_or_small_letters() -> None:
+    for name in ("<0x4A>", "<0x4a>"):
+        assert single_byte(name).decode() == decoders.ByteFallback().decode([name]) == "J"
 
 
 @given(st.lists(st.integers(0, 264), max_size=60))
