@@ -87,7 +87,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 _BYTE_OF_LETTER = _byte_letters()
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_level_bytes(name: str) -> bytes:
@@ -116,6 +116,16 @@ _WORDS: list[dict[str, Any]] = [
     {"type": "Fuse"},
 ]
 _STRIP: dict[str, Any] = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_EACH = "runahead.each"
+
+
+def _replace_each(error: UnicodeError) -> tuple[str, int]:
+    """Handle errors as ByteFallback does: every byte is U+FFFD. The decoder of letters shows one for all of them."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH, _replace_each)
 
 
 def reader_of_names(decoder: dict[str, Any]) -> ReadName | None:
@@ -141,6 +151,8 @@ class ByteVocabulary(dict[int, str | bytes]):
         """
         super().__init__()
         self._name, self._read, self._hidden = name, read, hidden
+        self.errors = _EACH if read is _of_words else "replace"
+        """Name of the handler of bytes that are no character."""
 
     def __missing__(self, token_id: int) -> str | bytes:
         content: str | bytes = b"" if token_id in self._hidden else self._read(self._name(token_id))
@@ -160,7 +172,7 @@ class ByteDetokenizer:
             strips: leave out a space at the beginning.
         """
         self._vocabulary, self._strips = vocabulary, strips
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = codecs.getincrementaldecoder("utf-8")(vocabulary.errors)
         self._is_inside = strips
         """True while the last character is incomplete, or the first one has not come."""
 

@@ -211,6 +211,8 @@ class _HistoryReader:
                     self.history.num_preemptions += 1
 
     def _arrive(self, frontend: int, message: GenerateRequest, blocks: Iterable[bytes] = ()) -> None:
+        if len(message.token_ids) % 4:
+            return  # malformed: the scheduler dropped it
         tokens = unpack(message.token_ids)
         request = RecordedRequest(self._now, frontend, message, tokens, len(tokens), blocks=[*blocks])
         if self._open.setdefault((frontend, message.number), request) is request:

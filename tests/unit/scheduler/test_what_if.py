@@ -14,6 +14,7 @@ from services.cli.settings import ConfigurationError
 from services.cli.what_if import check_drafts
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import RequestArrived, TimeAdvanced
 from services.scheduler.recording.recorder import FlightRecorder
 from services.scheduler.recording.records import VERSION, RecordingHeader
 from services.scheduler.recording.segments import EventRecording, SegmentWriter
@@ -251,6 +252,18 @@ def test_a_recording_without_tokens_gives_each_request_all_of_its_tokens_and_blo
     requests = History.read(EventRecording(tmp_path)).requests
     assert [request.length for request in requests] == [request.length for request in arrivals(120).requests]
     assert all((len(r.tokens), len(r.blocks)) == (r.length, r.length // LIMITS.block_size) for r in requests)
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_a_malformed_request_is_left_out(has_tokens: bool, tmp_path: Path) -> None:
+    head = replace(header(LIMITS, SchedulerConfig()), has_tokens=has_tokens)
+    recorder = FlightRecorder(head, SegmentWriter(tmp_path, lambda _: head, 1 << 30))
+    message = generate([1, 2], 0)
+    recorder.observe(RequestArrived(1, replace(message, token_ids=message.token_ids[:-1])))
+    recorder.observe(RequestArrived(1, message))
+    recorder.observe(TimeAdvanced(0.0))  # the last turn may be incomplete
+    recorder.close()
+    assert [request.length for request in History.read(EventRecording(tmp_path)).requests] == [2]
 
 
 def test_a_figure_that_hangs_on_a_few_per_cent_is_not_predicted(models: dict[float, FittedModel]) -> None:

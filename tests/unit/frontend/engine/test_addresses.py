@@ -34,6 +34,7 @@ ipc:///run/d - right more
     assert [problem.partition(":")[0] for problem in problems] == [f"line {n}" for n in (3, 6, 7, 8, 9)]
     assert "there is an engine left already" in problems[0]
     assert "not the loopback address" in problems[2]
+    assert "the public key has 5 characters, not 40; - means none" in problems[3]
 
 
 async def changes(source: str, heard: list[list[EngineAddress]]) -> asyncio.Task[None]:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
 
 from services.checkpoint import DEMO_MODEL, CheckpointError
-from services.frontend.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from services.frontend.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, single_byte
 from services.frontend.text.tokenizer import Tokenizer
 
 BYTE_LEVEL = Tokenizer(DEMO_MODEL)
@@ -97,6 +97,20 @@ def test_text_with_byte_fallback_is_complete_after_any_prompt(byte_fallback: Tok
     shown = detokenize(byte_fallback, before, ids)
     assert "".join(shown) == byte_fallback.decode(before + ids)[len(byte_fallback.decode(before)) :]
     assert not any("\ufffd" in text for text in shown)
+
+
+@pytest.mark.parametrize("after", ["", "a"])
+@pytest.mark.parametrize("character", ["é", "世", "😀"])
+def test_each_byte_of_a_character_cut_off_is_shown(byte_fallback: Tokenizer, character: str, after: str) -> None:
+    """As the library decodes it."""
+    *cut, _ = byte_fallback.encode(character, add_special_tokens=False)
+    ids = [*cut, *byte_fallback.encode(after, add_special_tokens=False)[-1:]]
+    assert "".join(detokenize(byte_fallback, [], ids)) == byte_fallback.decode(ids)
+
+
+def test_single_bytes_are_written_with_capital_or_small_letters() -> None:
+    for name in ("<0x4A>", "<0x4a>"):
+        assert single_byte(name).decode() == decoders.ByteFallback().decode([name]) == "J"
 
 
 @given(st.lists(st.integers(0, 264), max_size=60))
