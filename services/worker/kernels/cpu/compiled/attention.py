@@ -343,4 +343,4 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
                 r = last + 1
         raw.release(scores)
 
-    return Kernel(attend, ATTEND, cost=2)
+    return Kernel(attend, ATTEND, cost=1)

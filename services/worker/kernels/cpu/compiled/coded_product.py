@@ -63,7 +63,7 @@ LINES = 2 * WIDTH
 """Most lines of codes that are read ahead in such a turn: those of eight bits, if the rows have one part."""
 CHUNK = 32 * ROWS
 """Maximum number of rows of one item."""
-WORTH = 1 << 18
+WORTH = 1 << 17
 """Smallest number of multiplications for which another thread is used."""
 CODED = arguments(
     *FIELDS,

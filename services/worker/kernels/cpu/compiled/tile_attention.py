@@ -165,4 +165,4 @@ def tile_attention_kernel() -> Kernel:
             amx.release()
         raw.release(memory)
 
-    return Kernel(attend, ATTEND, cost=2)
+    return Kernel(attend, ATTEND, cost=1)
