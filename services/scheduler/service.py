@@ -123,8 +123,8 @@ class Service:
         try:
             poller = zmq.Poller()
             clients, workers = self.frontends.server.sockets, self.workers.server.sockets
-            signals, makers = wakeup.fileno(), self._structured.fds
-            for source in (*clients, *workers, wakeup, *makers):
+            signals = wakeup.fileno()
+            for source in (*clients, *workers, wakeup, *self._structured.fds):
                 poller.register(source, zmq.POLLIN)
             worked = 0.0
             while not self._finished():
@@ -141,8 +141,7 @@ class Service:
                     self._read_workers()
                 if checks := self._checks_are_due(began):
                     self._watch_workers()
-                is_made = self._structured.grammars or not ready.keys().isdisjoint(makers)
-                if self.engine is not None and (is_made or self.engine.store.masks):
+                if self.engine is not None:
                     self._structured.read(self.engine)
                 self._send()
                 if checks or self._checks_are_due(began):

@@ -55,7 +55,7 @@ class Lifecycle:
         """Ignore the rows in flight of a preempted request (stale drop)."""
         slots = self.epoch.slots
         for slot, owner in enumerate(slots.owner if request.stale_rows else ()):
-            if owner is request:
+            if owner is request and slots.state[slot] == DELIVER:
                 slots.state[slot] = DROP
         request.stale_rows = 0
 
