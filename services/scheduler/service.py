@@ -71,7 +71,8 @@ EXIT_REPLACED = 8
 LINGER_MS = 1000
 """Milliseconds that the last messages to frontends and workers have to leave."""
 PROBE_MS = 50
-"""Milliseconds between two checks of the connections while one is known to be broken."""
+"""Longest wait for messages, in milliseconds, while steps are in flight, step records wait to be sent, or a connection
+is known to be broken."""
 CHECK_INTERVAL = 0.02
 """Seconds between two looks at timeouts, lost peers and what is due to frontends, while nothing but results arrives."""
 SWITCH_INTERVAL = 1e-4
@@ -174,9 +175,8 @@ class Service:
         """Return the milliseconds to wait for messages. When idle, the loop wakes only for its signs of life."""
         if self._structured.grammars:
             return 0
-        if self.engine is not None and self.engine.queue.steps:
-            return PROBE_MS
-        if self.workers.server.sweeps or self._subscriptions.pending:
+        in_flight = self.engine is not None and self.engine.queue.steps
+        if in_flight or self.workers.server.sweeps or self._subscriptions.pending:
             return PROBE_MS
         if self.engine is not None and self.engine.has_requests:
             return int(1000 * GAUGE_INTERVAL)
@@ -430,7 +430,7 @@ class Service:
             if isinstance(message, SchedulerOutput):
                 self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
             if not self.workers.broadcast(self._ranks, message):
-                messages.close()
+                messages.close()  # this ends the loop
                 self._watch_workers()
 
     def _publish(self) -> None:

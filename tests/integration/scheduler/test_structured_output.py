@@ -62,6 +62,16 @@ def test_random_schemas_and_every_finished_answer_validates(tmp_path: Path) -> N
         jsonschema.validate(answer, schemas[number], cls=jsonschema.Draft202012Validator)
 
 
+def test_a_request_alone_gets_a_grammar_that_is_compiled_already(tmp_path: Path) -> None:
+    """Nothing wakes the loop: such a grammar is there at once."""
+    with engine(tmp_path, {}, SIM) as running:
+        client = running.connect()
+        for number in range(2):
+            client.generate(number, PROMPT, SamplingParams(4, seed=number), structured=HEX)
+            client.wait_finished(number)
+        assert set(running.stop()) == {0}
+
+
 @pytest.mark.parametrize("policy", ["chunked", "phased"])
 def test_a_slow_compilation_delays_no_other_token_by_more_than_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
