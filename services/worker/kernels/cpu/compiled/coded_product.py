@@ -39,13 +39,13 @@ from services.worker.kernels.cpu.compiled.block_formats import (
     decode_span,
     group_factor,
     next_codes,
+    read_ahead,
     step_minima,
 )
 from services.worker.kernels.cpu.compiled.building import for_each_size, load, moved, times
 from services.worker.kernels.cpu.compiled.code_tile import TASK, TASK_BYTES, CodeTile, add_byte_products, add_products
 from services.worker.kernels.cpu.compiled.intrinsics import CONSTANT, emits
 from services.worker.kernels.cpu.compiled.product import FIELDS
-from services.worker.kernels.cpu.compiled.raw import prefetch_line
 from services.worker.kernels.cpu.compiled.rounded_rows import HALVES_AT, round_rows, size_of_row
 from services.worker.kernels.cpu.compiled.simd import I16, I32, I64, LANES, VF, VI
 from services.worker.kernels.cpu.compiled.tile_codes import ROOM, TILE_ROWS
@@ -199,10 +199,10 @@ def _multiply_decoded(
                 here = builder.add(times(builder, first, STEP // 2), index)
                 turn = builder.udiv(index, ir.Constant(I64, UNROLLED))
                 codes = builder.add(ahead, builder.mul(turn, ahead_bytes))
-                prefetch_line(builder, codes)
+                read_ahead(builder, codes)
                 with builder.if_then(builder.icmp_signed(">", ahead_bytes, ir.Constant(I64, 64))):
                     for line in range(1, LINES):
-                        prefetch_line(builder, moved(builder, codes, 64 * line))
+                        read_ahead(builder, moved(builder, codes, 64 * line))
                 for some in range(UNROLLED):
                     numbers = loaded(index, ir.VectorType(I16, 2 * LANES), 64 * some)
                     tile.add_products(sums, numbers, tile.of_rows(I32, here, 0, 4 * some))
@@ -345,7 +345,7 @@ def _few_rows(own: Format) -> int:
     """Return the largest number of rows that do not pay for decoded panels: on Zen 3, Zen 4 and Cascade Lake."""
     if not simd.WIDE:
         return 3
-    return 16 // own.unit if simd.IS_AMD else 8 if own.has_bytes else 4
+    return 11 // own.unit if simd.IS_AMD else 8 if own.has_bytes else 4
 
 
 def _width(own: Format, rows: int) -> int:

@@ -78,10 +78,10 @@ load_i16 = _load(I16, ir.IRBuilder.sext)
 store_u8, store_u16, store_u32 = map(_store, (I8, I16, I32))
 
 
-def prefetch_line(builder: Any, address: Any) -> None:
-    """Build a prefetch of the 64 bytes around `address`."""
+def prefetch_line(builder: Any, address: Any, caches: int = 3) -> None:
+    """Build a prefetch of the 64 bytes around `address`. `caches`: 3: to all; 2: to all but the first."""
     where = builder.inttoptr(address, I8.as_pointer())
-    numbers = [ir.Constant(I32, number) for number in (0, 3, 1)]  # for reading, to all caches, data
+    numbers = [ir.Constant(I32, number) for number in (0, caches, 1)]  # for reading; data
     kind = ir.FunctionType(ir.VoidType(), [where.type, I32, I32, I32])
     name = "llvm.prefetch.p0"
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
