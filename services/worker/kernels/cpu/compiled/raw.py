@@ -88,7 +88,9 @@ def prefetch_line(builder: Any, address: Any, caches: int = 3) -> None:
     builder.call(function, [where, *numbers])
 
 
-_prefetch_line = emits(types.void, types.int64)(prefetch_line)
+@emits(types.void, types.int64)
+def _prefetch_line(builder: Any, address: Any) -> None:
+    prefetch_line(builder, address)
 
 
 @njit(inline="always")
