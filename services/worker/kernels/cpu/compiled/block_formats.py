@@ -164,17 +164,21 @@ BYTES = simd.compiles_for("avx512vnni")
 """Codes are multiplied as bytes where they are decoded in registers."""
 
 
-def read_ahead(builder: Any, address: Any) -> None:
-    """Begin to read 64 bytes of a block.
+CACHES, SPANS_AHEAD = (2, 2) if simd.IS_AMD else (3, 1)
+"""Caches to which codes are read ahead (`prefetch_line`), and how far.
 
-    AMD's cores read fewer lines at once into their first cache than into the second: with the first, one row of Q4_K
-    gets 10 GB/s per core of Zen 4, and with the second 18.
-    """
-    prefetch_line(builder, address, 2 if simd.IS_AMD else 3)
+AMD's cores read fewer lines at once into their first cache than into the second: of one row of Q4_K, a core of Zen 4
+reads 10 GB/s with the first and 18 with the second.
+"""
+
+
+def read_ahead(builder: Any, address: Any) -> None:
+    """Begin to read 64 bytes of a block."""
+    prefetch_line(builder, address, CACHES)
 
 
 def next_codes(builder: Any, kind: str, blocks: list[Any], end: Any, jump: Any) -> Any:
-    """Return the distance from blocks to what is read a span later, and begin to read the scales there.
+    """Return the distance from blocks to what is read `SPANS_AHEAD` later, and begin to read the scales there.
 
     Args:
         blocks: side by side
@@ -182,7 +186,7 @@ def next_codes(builder: Any, kind: str, blocks: list[Any], end: Any, jump: Any) 
         jump: from there to the next item of this thread
     """
     own = FORMATS[kind]
-    ahead = ir.Constant(I64, PANELS * own.bytes * SPAN // own.steps)
+    ahead = ir.Constant(I64, SPANS_AHEAD * PANELS * own.bytes * SPAN // own.steps)
     is_here = builder.icmp_signed("<", builder.add(blocks[0], ahead), end)
     ahead = builder.select(is_here, ahead, builder.add(ahead, jump))
     for block in blocks:
