@@ -36,8 +36,10 @@ _MARGIN = 1.01
 _TRIALS = 0.01
 """Share of the time that trials may lose."""
 _TRIAL_STEPS = 5
-"""Steps of a trial that propose its number. The first of them still verifies the number before; of a trial without
-drafts, the others rest."""
+"""Steps of a trial that propose its number. The first of them still verifies the number before."""
+_SETTLING = 8
+"""Steps of a rest before the measured ones of a trial without drafts, for drafters with a state of their own: the
+first ones wait for the work of steps with drafts."""
 _REST = 40
 """Steps from the beginning of a trial to the next one."""
 _LEAD = 16
@@ -327,7 +329,8 @@ class AdaptiveDrafting:
         inputs, trial = [PlannedStep(0)] * lead, PlannedStep(number, is_trial=True)
         steps = [*inputs, *[trial] * _TRIAL_STEPS]
         if number == 0:
-            steps = [trial, *[trial._replace(rests=True)] * (_TRIAL_STEPS - 1), *inputs]
+            settling = [PlannedStep(0, rests=True)] * (_SETTLING if lead else 0)
+            steps = [trial, *settling, *[trial._replace(rests=True)] * (_TRIAL_STEPS - 1), *inputs]
         # The last one verifies the drafts of the one before
         self._planned += [*steps, PlannedStep(None, is_trial=True)]
 
