@@ -24,7 +24,7 @@ class DeviceModel(NamedTuple):
     token: float = 0.05
     draft: float = 0.05
     reads: float = 0.0
-    """Of a step whose input the drafter gets: all but those of a rest."""
+    """Cost of the drafter's input, which it gets in all steps but those of a rest."""
     noise: float = 0.15
     interrupted: float = 0.02
     """Share of the steps that take five times as long."""
