@@ -6,6 +6,8 @@ and the worker's clock. So a replay decides the same.
 """
 
 import math
+from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,12 +37,14 @@ _TRIALS = 0.01
 """Share of the time that trials may lose."""
 _TRIAL_STEPS = 5
 """Steps of a trial that propose its number. The first of them still verifies the number before."""
+_SETTLING = 8
+"""Steps of a rest before the measured ones of a trial without drafts, for drafters with a state of their own: the
+first ones wait for the work of steps with drafts."""
 _REST = 40
 """Steps from the beginning of a trial to the next one."""
 _LEAD = 16
-"""Steps before a trial after a rest in which a drafter with a state of its own gets its input again."""
-_LEAD_COST = 0.1
-"""Share of a step that its input costs a drafter: assumed, as it is too small to be told from noise."""
+"""Steps after a rest, or after a trial without drafts, in which a drafter with a state of its own gets its input
+again."""
 _RESTS = 64
 """Most steps of a rest."""
 LEARNS = 3
@@ -51,8 +55,8 @@ _CORRECTIONS = (2, 64)
 """Steps that the fitted time counts for beside those that were measured, and the number of these that count."""
 _EXACT_LOADS = 8
 """Numbers of rows that are a load of their own; more rows share one within 19 %."""
-_RIDGE = (1e-6, 1e-3, 1e-3, 1e-3, 1e-3)
-_LEAST_SECONDS = (1e-6, 0, 0, 0, 0)
+_RIDGE = (1e-6, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3)
+_LEAST_SECONDS = (1e-6, 0, 0, 0, 0, 0)
 
 
 class FixedDrafting:
@@ -133,16 +137,17 @@ class StepSeconds:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._normal = np.zeros((5, 5))
-        self._moment = np.zeros(5)
+        self._normal = np.zeros((6, 6))
+        self._moment = np.zeros(6)
         self._fit: list[float] = []
-        """Seconds per step, decode token, proposed draft, row with a proposed draft, prompt token; [] until known."""
+        """Seconds per step, decode token, proposed draft, row with a proposed draft, prompt token, and a drafter's
+        input; [] until known."""
         self._new: list[tuple[float, ...]] = []
         """Steps since the last fit: the features, and the seconds."""
         self._age = 0.0
         """Time since the last fit in units of the memory."""
         self._corrections: dict[int, list[list[float]]] = {}
-        """By load and number of drafts: factor, and number of steps."""
+        """By load and number of drafts, and at last for rests: factor, and number of steps."""
 
     @property
     def known(self) -> bool:
@@ -158,32 +163,38 @@ class StepSeconds:
         Args:
             computes: tokens that a row computes, by the same number.
         """
-        base, token, draft, row, _ = self._fit
+        base, token, draft, row, _, reads = self._fit
         each, per_token = draft + num_rows * row, num_rows * token
-        corrections = zip(self._of_load(num_rows), computes, strict=True)
-        return [
-            (base + per_token * tokens + each * number) * factor
-            for number, ((factor, _), tokens) in enumerate(corrections)
-        ]
+        *corrections, rest = self._of_load(num_rows)
+        drafting = enumerate(zip(corrections, computes, strict=True))
+        seconds = [(base + reads + per_token * tokens + each * k) * factor for k, ((factor, _), tokens) in drafting]
+        return [(base + per_token) * rest[0], *seconds[1:]]
 
-    def measured(self, num_rows: int, proposes: int) -> bool:
-        """Return whether a step of this load and number was measured."""
-        return self._of_load(num_rows)[proposes][1] > 0
+    def rest_measured(self, num_rows: int) -> bool:
+        """Return whether a rest was measured at this load."""
+        return self._of_load(num_rows)[-1][1] > 0
+
+    @property
+    def of_input(self) -> float:
+        """Seconds that its input costs a drafter with a state of its own."""
+        return self._fit[5]
 
     def pass_time(self, seconds: float, steps: int) -> None:
         self._age += _age(seconds, steps, _MEMORY["machine"])
 
-    def add(self, num_rows: int, drafted: int, proposes: int, prompt_tokens: int, seconds: float) -> float:
+    def add(self, num_rows: int, drafted: int, proposes: int, reads: bool, prompt_tokens: int, seconds: float) -> float:
         """Learn from a step. Return its seconds without those of another delay.
 
         Args:
             drafted: verified drafts.
+            reads: a drafter with a state of its own got its input.
             prompt_tokens: positions beyond one of each row and its drafts.
         """
-        features = (1.0, float(num_rows + drafted), float(proposes), float(num_rows * proposes), float(prompt_tokens))
+        tokens, offered = float(num_rows + drafted), float(num_rows * proposes)
+        features = (1.0, tokens, float(proposes), offered, float(prompt_tokens), float(reads))
         if self._fit:
             fitted = sum(value * unit for value, unit in zip(features, self._fit, strict=True))
-            correction = self._of_load(num_rows)[proposes]
+            correction = self._of_load(num_rows)[proposes if reads or proposes else -1]
             seconds = min(seconds, _OUTLIER * correction[0] * fitted)
             if not prompt_tokens:
                 correction[1] = min(correction[1] + 1, _CORRECTIONS[1])
@@ -195,9 +206,9 @@ class StepSeconds:
 
     def _update_fit(self) -> None:
         new, decay = np.array(self._new), math.exp(-self._age)
-        x = new[:, :5]
+        x = new[:, :6]
         self._normal = decay * self._normal + x.T @ x
-        self._moment = decay * self._moment + x.T @ new[:, 5]
+        self._moment = decay * self._moment + x.T @ new[:, 6]
         self._new, self._age = [], 0.0
         # Ridge: what the steps cannot tell apart stays as it was. At first it is the step's own time.
         ridge = self._normal.diagonal() * _RIDGE + 1e-9
@@ -210,8 +221,17 @@ class StepSeconds:
         if num_rows > _EXACT_LOADS:
             load = _EXACT_LOADS + math.ceil(4 * math.log2(num_rows / _EXACT_LOADS))
         if load not in self._corrections:
-            self._corrections[load] = [[1.0, 0.0] for _ in range(self._most + 1)]
+            self._corrections[load] = [[1.0, 0.0] for _ in range(self._most + 2)]
         return self._corrections[load]
+
+
+class PlannedStep(NamedTuple):
+    """A step of a trial, or one that prepares it or follows it."""
+
+    proposes: int | None
+    """None: the best number."""
+    is_trial: bool = False
+    rests: bool = False
 
 
 class AdaptiveDrafting:
@@ -222,7 +242,7 @@ class AdaptiveDrafting:
     """
 
     def __init__(self, most: int, lead: int = 0) -> None:
-        """`lead`: steps before a trial after a rest in which the drafter gets its input again."""
+        """`lead`: steps after a rest in which the drafter gets its input again."""
         self._most, self._lead = most, lead
         self._acceptance = Acceptance(most)
         self._seconds = StepSeconds(most)
@@ -236,8 +256,8 @@ class AdaptiveDrafting:
         self.is_trial = self.rests = False
         self._credit = 0.0
         """Seconds that trials may lose now."""
-        self._trial, self._left = 0, 0
-        """Number of drafts of the present trial, and steps of it that are not formed yet."""
+        self._planned: deque[PlannedStep] = deque()
+        """Steps of the present trial that are not formed yet."""
         self._next_trial = self._turn = 0
         self._formed = self._proposed = 0
         """Steps formed so far, and the number of drafts that the last one proposes."""
@@ -255,23 +275,19 @@ class AdaptiveDrafting:
             return 0
         if self.rests or self._formed % _LOOK_EVERY == 0 or num_rows != self._num_rows:
             self._look(num_rows)
-        if not self._left:
+        if not self._planned:
             self._begin_trial()
         self._formed += 1
-        number, begun = self._best, self._left > 0
-        self.is_trial = 0 < self._left <= _TRIAL_STEPS + 1
-        if begun:
-            self._left -= 1
-            if self._left > _TRIAL_STEPS:
-                number = 0  # the drafter gets its input again
-            elif self._left:  # the last step verifies the drafts of the one before
-                number = self._trial
-        self.rests = not (begun or number or self._proposed) and self._rate > 0
-        self._proposed = number
+        planned = self._planned.popleft() if self._planned else None
+        number, self.is_trial, self.rests = planned or PlannedStep(None)
+        if number is None:
+            number = self._best
         self._rest_until = 0
-        if self.rests:
+        if not (planned or number or self._proposed) and self._rate > 0:
+            self.rests = True
             self._rest_until = self._formed + min(_RESTS, int(_MEMORY["machine"] / self._seconds_plain))
             self._rested += 1
+        self._proposed = number
         return number
 
     def _look(self, num_rows: int) -> None:
@@ -301,17 +317,25 @@ class AdaptiveDrafting:
         turns = (0, min(others, key=losses.__getitem__), best - 1, best + 1)
         while (number := turns[self._turn % 4]) == best or not 0 <= number <= self._most:
             self._turn += 1
-        is_first = number == 0 and not self._seconds.measured(self._num_rows, 0)
-        lead = self._lead if self.rests else 0
-        lead_cost = lead * _LEAD_COST * self._seconds_plain
-        if is_first or self._credit > _TRIAL_STEPS * losses[number] + lead_cost:
-            self._turn += 1
+        is_first = number == 0 and not self._seconds.rest_measured(self._num_rows)
+        lead = self._lead if self.rests or number == 0 else 0
+        lead_cost = lead * (self._seconds.of_input + max(losses[0], 0.0))
+        if not is_first and self._credit <= _TRIAL_STEPS * losses[number] + lead_cost:
+            return
+        self._turn += 1
+        self._next_trial = self._formed + lead + _REST
+        if not is_first:
             self._credit -= lead_cost
-            self._trial, self._left = number, lead + _TRIAL_STEPS + 1
-            self._next_trial = self._formed + lead + _REST
+        inputs, trial = [PlannedStep(0)] * lead, PlannedStep(number, is_trial=True)
+        steps = [*inputs, *[trial] * _TRIAL_STEPS]
+        if number == 0:
+            settling = [PlannedStep(0, rests=True)] * (_SETTLING if lead else 0)
+            steps = [trial, *settling, *[trial._replace(rests=True)] * (_TRIAL_STEPS - 1), *inputs]
+        # The last one verifies the drafts of the one before
+        self._planned += [*steps, PlannedStep(None, is_trial=True)]
 
     def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
-        if step.rests and self._seconds_plain < _SHORT and step.step_id % _RESTS >= LEARNS:
+        if step.rests and not step.is_trial and self._seconds_plain < _SHORT and step.step_id % _RESTS >= LEARNS:
             return
         (before, since), self._last = self._last, (step.step_id, sampled)
         seconds, steps = max(sampled - since, 0.0) if since and sampled else 0.0, step.step_id - before
@@ -326,8 +350,9 @@ class AdaptiveDrafting:
         prompt_tokens = step.num_tokens - num_rows - (total(planned) if most else 0)
         if most == step.proposes:  # others verify and propose different numbers
             num_drafted = total(drafted) if most else 0
-            seconds = self._seconds.add(num_rows, num_drafted, step.proposes, prompt_tokens, seconds)
-        if not prompt_tokens and not step.rests:
+            reads = self._lead > 0 and not step.rests
+            seconds = self._seconds.add(num_rows, num_drafted, step.proposes, reads, prompt_tokens, seconds)
+        if not prompt_tokens and (step.is_trial or not step.rests):
             self._credit += _TRIALS * seconds
             if step.is_trial and self._rate:
                 self._credit -= seconds - total(counts) / self._rate
