@@ -137,8 +137,8 @@ class StepSeconds:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._normal = np.zeros((6, 6))
-        self._moment = np.zeros(6)
+        self._normal = np.zeros((len(_RIDGE), len(_RIDGE)))
+        self._moment = np.zeros(len(_RIDGE))
         self._fit: list[float] = []
         """Seconds per step, decode token, proposed draft, row with a proposed draft, prompt token, and a drafter's
         input; [] until known."""
@@ -206,9 +206,9 @@ class StepSeconds:
 
     def _update_fit(self) -> None:
         new, decay = np.array(self._new), math.exp(-self._age)
-        x = new[:, :6]
+        x = new[:, :-1]
         self._normal = decay * self._normal + x.T @ x
-        self._moment = decay * self._moment + x.T @ new[:, 6]
+        self._moment = decay * self._moment + x.T @ new[:, -1]
         self._new, self._age = [], 0.0
         # Ridge: what the steps cannot tell apart stays as it was. At first it is the step's own time.
         ridge = self._normal.diagonal() * _RIDGE + 1e-9
@@ -319,7 +319,8 @@ class AdaptiveDrafting:
             self._turn += 1
         is_first = number == 0 and not self._seconds.rest_measured(self._num_rows)
         lead = self._lead if self.rests or number == 0 else 0
-        lead_cost = lead * (self._seconds.of_input + max(losses[0], 0.0))
+        settling = _SETTLING if lead and number == 0 else 0
+        lead_cost = lead * self._seconds.of_input + (lead + settling) * max(losses[0], 0.0)
         if not is_first and self._credit <= _TRIAL_STEPS * losses[number] + lead_cost:
             return
         self._turn += 1
@@ -329,8 +330,8 @@ class AdaptiveDrafting:
         inputs, trial = [PlannedStep(0)] * lead, PlannedStep(number, is_trial=True)
         steps = [*inputs, *[trial] * _TRIAL_STEPS]
         if number == 0:
-            settling = [PlannedStep(0, rests=True)] * (_SETTLING if lead else 0)
-            steps = [trial, *settling, *[trial._replace(rests=True)] * (_TRIAL_STEPS - 1), *inputs]
+            settles = [PlannedStep(0, rests=True)] * settling
+            steps = [trial, *settles, *[trial._replace(rests=True)] * (_TRIAL_STEPS - 1), *inputs]
         # The last one verifies the drafts of the one before
         self._planned += [*steps, PlannedStep(None, is_trial=True)]
 

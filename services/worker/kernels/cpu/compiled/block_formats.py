@@ -165,7 +165,7 @@ BYTES = simd.compiles_for("avx512vnni")
 
 
 CACHES, SPANS_AHEAD = (2, 2) if simd.IS_AMD else (3, 1)
-"""Caches to which codes are read ahead (`prefetch_line`), and how far.
+"""Caches to which codes are read ahead (`prefetch_line`), and how many spans ahead.
 
 AMD's cores read fewer lines at once into their first cache than into the second: of one row of Q4_K, a core of Zen 4
 reads 10 GB/s with the first and 18 with the second.
