@@ -8,7 +8,7 @@ import pytest
 
 from tests.certificates import no_certificates  # noqa: F401  a fixture of all tests
 from tests.e2e.server import ServeProcess, serving
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -36,7 +36,7 @@ def unharmed(sim: ServeProcess) -> Iterator[None]:
     before = {name: process.pid for name, process in sim.services.items()}
     yield
     body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True}
-    answer = httpx.post(f"{sim.url}/v1/completions", json=body, timeout=10.0)
+    answer = httpx.post(f"{sim.url}/v1/completions", json=body, timeout=PATIENCE)
     assert answer.json().get("usage", {}).get("completion_tokens") == 4, answer.text
     sim.find_services()
     assert {name: process.pid for name, process in sim.services.items()} == before

@@ -136,10 +136,12 @@ class ServeProcess(HttpServer):
         assert list(self.runtime.iterdir()) == [], "sockets or files are left"
 
     def clean_up(self) -> None:
+        self.find_services()
         for process in (self.process, *self.services.values()):
             if process.is_running() if isinstance(process, psutil.Process) else process.poll() is None:
                 process.send_signal(signal.SIGKILL)
         self.process.wait()
+        wait_until(lambda: not any(map(is_alive, self.services.values())), "all services have ended")
         if self.process.stdout is not None:
             self.process.stdout.close()
         shutil.rmtree(self.runtime)
