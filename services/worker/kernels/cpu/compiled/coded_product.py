@@ -354,7 +354,7 @@ def _width(own: Format, rows: int) -> int:
     With more than one, AVX2 has too few registers for sums and codes, and memory is read at several places by turns:
     AMD's cores read it up to a tenth slower (one row on Zen 4), which costs more than several sums at once gain.
     """
-    if not simd.WIDE or simd.IS_AMD and rows == own.unit == 1:
+    if not simd.WIDE or (simd.IS_AMD and rows == own.unit == 1):
         return 1
     sums = rows * own.unit * (2 if BYTES and rows == 1 else 1)
     return max(1, min(4, 16 // sums) // 2 * 2)
