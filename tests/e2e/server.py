@@ -137,7 +137,9 @@ class ServeProcess(HttpServer):
 
     def clean_up(self) -> None:
         self.find_services()
-        self.process.kill()  # its services die with it (services.process.die_with_parent)
+        for process in (self.process, *self.services.values()):
+            with contextlib.suppress(psutil.NoSuchProcess):  # services die with the server
+                process.kill()
         self.process.wait()
         wait_until(lambda: not any(map(is_alive, self.services.values())), "all services have ended")
         if self.process.stdout is not None:
