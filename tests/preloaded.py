@@ -101,7 +101,7 @@ class PreloadedProcess(ForkedProcess):
                 case 1:
                     self.stdout = os.fdopen(mine, "rb", 0)
                 case 2:
-                    self.stderr = os.fdopen(mine)
+                    self.stderr = os.fdopen(mine, errors="replace")  # a killed process may end in a character
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(MODULES)
         self._process = context.Process(

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
+from tests.waiting import PATIENCE
+
 
 class Way(enum.Enum):
     TO_SERVER = enum.auto()
@@ -92,6 +94,8 @@ class TcpProxy:
         connection = ProxiedConnection((reader, writer), server, lambda: self._delay)
         for way in self._stalled:
             connection.flows[way].clear()
+        if self._is_cut:  # meanwhile
+            connection.abort()
         task = self._connections[connection] = asyncio.create_task(connection.run())
         try:
             await task
@@ -168,7 +172,7 @@ class Proxies:
 
     def do(self, action: Coroutine[Any, Any, None]) -> None:
         """Run a method of a proxy."""
-        asyncio.run_coroutine_threadsafe(action, self._loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(action, self._loop).result(PATIENCE)
 
     def __enter__(self) -> Self:
         return self

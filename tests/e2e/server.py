@@ -4,13 +4,13 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from signal import SIGTERM
 from typing import TYPE_CHECKING
@@ -46,19 +46,19 @@ class HttpServer:
 
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
-    def get(self, path: str) -> tuple[int, str]:
-        """Return status and body; 0 without an answer."""
+    def get(self, path: str, timeout: float = PATIENCE) -> tuple[int, str]:
+        """Return status and body; 0 without a whole answer in time."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
-        except OSError:
+        except (OSError, HTTPException):
             return 0, ""
 
     def wait_readyz(self, ready: bool = True) -> None:
         status = 200 if ready else 503
-        wait_until(lambda: self.get("/readyz")[0] == status, f"/readyz is {status}")
+        wait_until(lambda: self.get("/readyz", 10.0)[0] == status, f"/readyz is {status}")
 
     def wait_engines(self, count: int) -> None:
         """Wait until so many engines are ready."""
@@ -138,8 +138,8 @@ class ServeProcess(HttpServer):
     def clean_up(self) -> None:
         self.find_services()
         for process in (self.process, *self.services.values()):
-            if process.is_running() if isinstance(process, psutil.Process) else process.poll() is None:
-                process.send_signal(signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):  # services die with the server
+                process.kill()
         self.process.wait()
         wait_until(lambda: not any(map(is_alive, self.services.values())), "all services have ended")
         if self.process.stdout is not None:

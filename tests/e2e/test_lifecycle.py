@@ -60,7 +60,8 @@ async def frontend_is_replaced(server: ServeProcess, number: int) -> None:
 
 
 async def test_a_killed_frontend_is_replaced_until_it_dies_too_often() -> None:
-    with serving(*SIM) as server:
+    """Too often within a time that no restart exceeds."""
+    with serving(*SIM, patch="from services.cli import child_process; child_process.RESTART_WINDOW = 1e6") as server:
         await frontend_is_replaced(server, signal.SIGKILL)
         assert "frontend was killed by SIGKILL; restarting" in server.log.read_text()
         for _ in range(2):

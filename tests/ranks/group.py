@@ -19,6 +19,7 @@ from tests.integration.native.driver import RunnerDriver
 from tests.preloaded import INPUT, OUTPUT, PreloadedProcess
 from tests.ranks.failures import RankFailure
 from tests.ranks.process import read, write
+from tests.waiting import PATIENCE
 
 encode = msgspec.msgpack.encode
 
@@ -68,7 +69,7 @@ class NativeRankProcess:
     def wait(self) -> int:
         """Return the exit status, after `end`."""
         try:
-            return self._process.wait(30)
+            return self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -34,7 +34,7 @@ from protocol.requests import (
     GenerateRequest,
     RequestOutputs,
 )
-from protocol.transport import Server
+from protocol.transport import PeerGone, Server
 from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
 from services.frontend.text.tokenizer import Tokenizer
@@ -144,14 +144,18 @@ class ScriptedScheduler:
     def _run(self) -> None:
         while not self._stop.is_set():
             self._server.socket.poll(2)
-            while (received := self._server.receive()) is not None:
-                self._on_message(*received)
-            while self._outbox and self._peer is not None:
-                message = self._outbox.popleft()
-                if isinstance(message, bytes):
-                    self._server.send_frame(self._peer, message)
-                else:
-                    self._server.send(self._peer, message)
+            with suppress(PeerGone):  # the frontend has ended
+                self._turn()
+
+    def _turn(self) -> None:
+        while (received := self._server.receive()) is not None:
+            self._on_message(*received)
+        while self._outbox and self._peer is not None:
+            message = self._outbox.popleft()
+            if isinstance(message, bytes):
+                self._server.send_frame(self._peer, message)
+            else:
+                self._server.send(self._peer, message)
 
     def _on_message(self, peer: bytes, frame: Hello | bytes) -> None:
         if isinstance(frame, Hello):

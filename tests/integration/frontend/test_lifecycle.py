@@ -99,7 +99,7 @@ def test_without_another_scheduler_in_time_open_requests_end_and_the_next_one_is
 
 
 def test_a_request_without_progress_ends_with_504(stream: bool) -> None:
-    with scripted(request_timeout=0.5) as (frontend, scheduler):
+    with scripted(request_timeout=2.0) as (frontend, scheduler):
         scheduler.script(lambda request: [tokens(request.number, ids_of("words "))])
         answer = frontend.post(COMPLETIONS, {"prompt": "x", "stream": stream})
         assert answer.status_code == (200 if stream else 504)

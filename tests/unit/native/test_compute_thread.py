@@ -11,6 +11,7 @@ import torch
 
 from services.worker.backends.native.compute_thread import ComputeThread
 from services.worker.runner import RanksLost
+from tests.waiting import PATIENCE
 
 
 def test_jobs_run_in_order_on_one_other_thread() -> None:
@@ -100,5 +101,5 @@ def test_the_thread_ends_with_its_last_reference_and_keeps_nothing() -> None:
     (own,) = (each for each in {*threading.enumerate()} - others if each.name == "compute")
     del thread
     gc.collect()
-    own.join(10)
+    own.join(PATIENCE)
     assert not own.is_alive()

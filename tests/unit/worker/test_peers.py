@@ -21,7 +21,7 @@ from services.worker.tiers import peers
 from services.worker.tiers.offload import Offload
 from services.worker.tiers.peers import PeerClient, PeerServer
 from tests.unit.worker.test_transfers import BLOCKS, LAYERS, SIZE, Rank, name
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 IDENTITY = sha256(b"model").digest()
 BLOCK_BYTES = LAYERS * SIZE + SIZE
@@ -88,7 +88,7 @@ def test_engines_with_other_weights_share_no_block() -> None:
     engines[0][0].whole(1)
     for offload, count in zip(others, (1, 0), strict=True):
         offload.load(LoadBlocks(1, 1, 1, pack([0]), name(1), peers=[first.kv_peer]))
-        assert answers.get(timeout=10).count == count
+        assert answers.get(timeout=PATIENCE).count == count
     for offload, (rank, _) in zip(offloads, engines, strict=True):
         offload.end(leaves=True)
         rank.transfers.end()

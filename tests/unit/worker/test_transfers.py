@@ -26,7 +26,7 @@ from services.worker.tiers.host import HostTier
 from services.worker.tiers.offload import Offload
 from services.worker.tiers.transfers import BlockTransfers
 from tests.unit.test_kv_keeper import found, keeper, left
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 BLOCKS, BLOCK_SIZE, LAYERS, SIZE = 8, 4, 3, 10
 
@@ -86,7 +86,7 @@ class Rank:
         self.transfers.load(LoadBlocks(1, 1, ticket, pack([*pairs]), names))
 
     def answer(self) -> BlocksLoaded:
-        return self.answers.get(timeout=10)
+        return self.answers.get(timeout=PATIENCE)
 
     def content(self, block: int) -> bytes:
         layers = self.layers.reshape(LAYERS, BLOCKS, SIZE)[:, block].tobytes()
@@ -97,13 +97,13 @@ class Rank:
 def rank() -> Iterator[Rank]:
     rank = Rank()
     yield rank
-    rank.transfers.end(patience=10)
+    rank.transfers.end(patience=PATIENCE)
 
 
 def test_blocks_are_written_and_loaded_to_other_places(rank: Rank) -> None:
     before = [rank.content(block) for block in range(BLOCKS)]
     rank.follow(2, 5)
-    rank.transfers.end(patience=10)
+    rank.transfers.end(patience=PATIENCE)
     assert not rank.tier.has(name(3))
     rank.transfers = BlockTransfers(rank.memory, [rank.tier], rank.answers.put)
     rank.load(1, {0: 5, 7: 2, 1: 3, 4: 5})
@@ -125,7 +125,7 @@ def test_a_block_that_changes_while_it_is_copied_is_not_written(rank: Rank, monk
 
     monkeypatch.setattr(rank.memory, "read_block", changes)
     rank.follow(1, 2)
-    rank.transfers.end(patience=10)
+    rank.transfers.end(patience=PATIENCE)
     assert not rank.tier.has(name(1))
     assert rank.tier.has(name(2))
 
@@ -134,7 +134,7 @@ def test_a_block_without_its_name_is_not_written(rank: Rank) -> None:
     whole = NamedBlocks.from_lists([1], [name(1)])
     rank.transfers.follow(whole)
     rank.follow(2)
-    rank.transfers.end(patience=10)
+    rank.transfers.end(patience=PATIENCE)
     assert not rank.tier.has(name(1))
     assert rank.tier.has(name(2))
 
@@ -169,7 +169,7 @@ def test_a_block_that_is_filled_has_no_name(rank: Rank) -> None:
 
 def test_nothing_is_touched_after_the_end(rank: Rank) -> None:
     rank.tier.put(name(5), memoryview(bytes(LAYERS * SIZE + SIZE)))
-    before, gate = rank.content(1), threading.Barrier(2, timeout=10)
+    before, gate = rank.content(1), threading.Barrier(2, timeout=PATIENCE)
     rank.whole(3)
     assert rank.transfers.find([name(3)])[0] == 1
     rank.tier.before = lambda name: (gate.wait(), gate.wait())
@@ -191,7 +191,7 @@ def test_a_dropped_block_is_neither_read_nor_written_again(rank: Rank) -> None:
     """Not even while the thread that removes it is busy, and after the end of the epoch."""
     rank.follow(1, 2)
     wait_until(lambda: rank.tier.has(name(2)), "the block is stored")
-    gate = threading.Barrier(2, timeout=10)
+    gate = threading.Barrier(2, timeout=PATIENCE)
     rank.tier.before_put = lambda: (gate.wait(), gate.wait())
     rank.follow(3)
     gate.wait()
@@ -249,7 +249,7 @@ def test_a_reset_leaves_the_tiers_alone(rank: Rank) -> None:
     rank.memory.content = "model"
     offload.open(rank.memory, Loaded("", 0, 0, SIZE, BLOCKS), rank=0)
     offload.begin(rank.memory)
-    gate = threading.Barrier(2, timeout=10)
+    gate = threading.Barrier(2, timeout=PATIENCE)
     rank.tier.before_put = lambda: (gate.wait(), gate.wait())
     offload.follow(rank.whole(1))
     gate.wait()

@@ -41,6 +41,7 @@ from services.frontend.engine.streams import FlushQueue, ResponseStream
 from services.frontend.errors import APIError
 from services.frontend.placement import Place, Reason
 from tests.unit.frontend.engine.test_streams import RecordingStream
+from tests.waiting import PATIENCE
 
 MODEL, OTHER_MODEL = "one model", "another model"
 BLOCK = 4
@@ -134,7 +135,7 @@ class Fleet:
         self.client = EngineClient(numbered(self._endpoints), 8, 10.0, patience, 600.0)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while not condition():
                 for engine in self.engines:
                     if not engine.server.socket.closed:

@@ -10,6 +10,7 @@ from typing import Any
 
 from services.frontend.engine.replan import Replans
 from services.frontend.errors import APIError
+from tests.waiting import PATIENCE
 
 READY = SimpleNamespace(ready=True)
 
@@ -60,7 +61,7 @@ async def test_a_new_engine_that_is_in_doubt_for_a_moment_replaces_all_the_same(
     engines = DrainingEngines({name: EngineInDoubt() for name in "012"})
     async with replans(tmp_path, answers, engines) as changes:
         await changes.begin({}, 60.0, 60.0)
-        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=20)
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=PATIENCE)
         assert (changes.status["phase"], engines.drained) == ("done", "01")
 
 
@@ -80,6 +81,6 @@ async def test_a_change_fails_with_the_supervisor_and_the_next_one_may_begin(tmp
     async with replans(tmp_path, START) as changes:
         for _ in range(2):
             await changes.begin({}, 60.0, 60.0)
-            await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=20)
+            await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=PATIENCE)
             assert changes.status["phase"] == "failed"
             assert "the supervisor does not answer" in changes.status["detail"]
