@@ -9,6 +9,7 @@ import pytest
 from services.config import SpeculativeConfig
 from services.scheduler.core.drafting import LEARNS, AdaptiveDrafting, Drafting, FixedDrafting, drafting_from_config
 from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.slots import Column
 
 MOST = 4
 
@@ -151,6 +152,23 @@ def test_drafts_that_begin_to_work_are_noticed() -> None:
     policy = AdaptiveDrafting(MOST)
     assert run(policy, DeviceModel(acceptance=0.0, token=0.2)).chosen[-200:].count(0) > 180
     assert np.mean(run(policy, DeviceModel(acceptance=0.95), 3000).chosen[-200:]) > MOST - 1
+
+
+class DelayedOnce(AdaptiveDrafting):
+    """A step of a trial that verifies another number than it proposes takes a second longer."""
+
+    delayed, delay = 0, 0.0
+
+    def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
+        if not self.delayed and step.step_id > 500 and step.is_trial and step.drafts[0] != step.proposes:
+            self.delayed, self.delay = step.step_id, 1.0
+        super().observe(step, drafted, counts, sampled + self.delay)
+
+
+def test_another_delay_within_a_trial_does_not_end_trials() -> None:
+    policy = DelayedOnce(MOST)
+    trials = run(policy, DeviceModel(noise=0, interrupted=0)).trials
+    assert any(trials[policy.delayed + 20 :])
 
 
 def test_a_draft_needs_a_higher_probability_if_its_row_costs_more() -> None:
