@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from services.config import SpeculativeConfig
-from services.scheduler.core.drafting import LEARNS, AdaptiveDrafting, Drafting, FixedDrafting, drafting_from_config
+from services.scheduler.core.drafting import (
+    LEARNS,
+    Acceptance,
+    AdaptiveDrafting,
+    Drafting,
+    FixedDrafting,
+    drafting_from_config,
+)
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.slots import Column
 
@@ -146,6 +153,25 @@ def test_a_step_of_a_rest_costs_two_calls() -> None:
         sys.setprofile(None)
     assert policy.rests
     assert len(calls) == 2 + 1, "with the one that ends the count"
+
+
+def test_acceptance_is_that_of_the_last_steps_and_a_failure_stays_known() -> None:
+    acceptance, ones = Acceptance(1), np.ones(8, np.int32)
+
+    def after(accepted: int, steps: int) -> float:
+        """Return the probability of a draft after steps in which all drafts were accepted, or none."""
+        for _ in range(steps):
+            acceptance.pass_time(1.0, 1)
+            acceptance.add(ones, ones, ones + accepted)
+        return acceptance.per_row()[0][1] - 1
+
+    assert after(0, 200) < 0.01
+    assert after(1, 200) > 0.95, "steps decay"
+    assert after(0, 200) < 0.05
+    acceptance.pass_time(1e6, 1_000_000)
+    assert after(0, 0) < 0.05, "without drafts nothing decays"
+    acceptance.add(ones[:1], ones[:1], ones[:1])
+    assert 0.2 < after(0, 0) < 0.3, "all rows before count as one that failed"
 
 
 def test_drafts_that_begin_to_work_are_noticed() -> None:
