@@ -161,6 +161,22 @@ def test_the_whole_request_is_reserved_and_the_head_waits_for_it() -> None:
     assert world.store.counters["num_preemptions"] == 0
 
 
+@pytest.mark.parametrize(("num_blocks", "waits"), [(13, True), (14, False)])
+def test_cached_blocks_that_are_computed_again_are_reserved(num_blocks: int, waits: bool) -> None:
+    """Of five cached blocks whole chunks skip four. The first request may need 10 blocks, the second 4 more."""
+    world = RigidWorld(limits(num_blocks=num_blocks), 2)
+    first = world.add(prompt(24), params(16, eos=False))
+    while len(first.tokens) < 2:
+        world.step()
+    second = world.add(prompt(24), params(8, eos=False))
+    for _ in range(4):
+        world.step()
+    assert first.open
+    assert (second.steps == 0) is waits
+    world.drain()
+    assert second.hit == 16
+
+
 @pytest.mark.parametrize("interleave", [True, False])
 def test_a_request_may_take_all_blocks_and_the_whole_context(interleave: bool) -> None:
     world = RigidWorld(limits(num_blocks=16), 2, interleave=interleave, max_volume=68)
