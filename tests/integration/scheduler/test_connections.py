@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from protocol.codec import encode, pack
+from protocol.codec import Decoder, encode, pack
 from protocol.handshake import Hello
-from protocol.membership import EndEpoch, Heartbeat, Register
+from protocol.membership import EndEpoch, Heartbeat, Ping, Pong, Register
 from protocol.requests import AbortRequest, EnginePhase, EngineState, FrontendAlive, RequestOutputs
 from protocol.transport import Client, HandshakeRefused
 from protocol.transport import server as transport
@@ -233,3 +233,25 @@ def test_name_is_free_after_its_connection_has_left(workers: Workers) -> None:
     second, clients = workers.register("host:1")
     assert second != first
     close(clients)
+
+
+def test_signs_of_life_measure_the_clock_of_a_rank(workers: Workers) -> None:
+    """A spare gets them on its connection for results alone."""
+    rank, clients = workers.register("host:1")
+    spare, others = workers.register("host:2")
+    decoder: Decoder[Ping] = Decoder(Ping)
+    workers.connections.beat(7, [rank])
+    pings = []
+    for client in (*clients, others[1]):
+        frames: list[bytes] = []
+        until(lambda c=client, f=frames: (f.extend(filter(None, [c.receive_now()])), bool(f))[1])  # type: ignore[misc]
+        pings.append(decoder.decode(frames[0]))
+    assert [ping.number for ping in pings] == [7, 7, 7]
+    assert others[0].receive_now() is None
+    sent = pings[0].sent
+    clients[0].send(pong := Pong(sent, sent + 1e6, sent + 1e6, 7))
+    until(lambda: (workers.pump(), (rank, pong) in workers.received)[1])
+    assert 1e6 - 1000 < workers.connections.clock_offset(rank) < 1e6
+    assert workers.connections.clock_offset(spare) == 0.0
+    close(clients)
+    close(others)
