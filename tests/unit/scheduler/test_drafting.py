@@ -13,6 +13,7 @@ from services.scheduler.core.drafting import (
     AdaptiveDrafting,
     Drafting,
     FixedDrafting,
+    StepSeconds,
     drafting_from_config,
 )
 from services.scheduler.core.ledger import InflightStep
@@ -161,7 +162,7 @@ def test_acceptance_is_that_of_the_last_steps_and_a_failure_stays_known() -> Non
     def after(accepted: int, steps: int) -> float:
         """Return the probability of a draft after steps in which all drafts were accepted, or none."""
         for _ in range(steps):
-            acceptance.pass_time(1.0, 1)
+            acceptance.pass_time(0.05, 1)
             acceptance.add(ones, ones, ones + accepted)
         return acceptance.per_row()[0][1] - 1
 
@@ -174,10 +175,31 @@ def test_acceptance_is_that_of_the_last_steps_and_a_failure_stays_known() -> Non
     assert 0.2 < after(0, 0) < 0.3, "all rows before count as one that failed"
 
 
+def test_a_row_computes_the_drafts_that_it_had() -> None:
+    acceptance, ones = Acceptance(2), np.ones(8, np.int32)
+    for _ in range(100):
+        acceptance.pass_time(0.05, 1)
+        acceptance.add(2 * ones, np.array([0, 2, 2, 2, 1, 1, 1, 1], np.int32), ones)
+    assert acceptance.per_row()[1] == pytest.approx([1, 1 + 7 / 8, 1 + 7 / 8 + 3 / 8], abs=0.01)
+
+
+def test_a_slower_machine_is_expected_at_every_load() -> None:
+    known = StepSeconds(1)
+    for loads, seconds in (((2, 4, 7), 0.001), ((2, 7), 0.0015)):
+        for at in range(200):
+            known.pass_time(0.05, 1)
+            known.add(loads[at % len(loads)], 0, 0, False, 0, seconds, True)
+    assert known.expected(4, [1.0, 1.0])[0] == pytest.approx(0.0015, rel=0.05)
+
+
 def test_drafts_that_begin_to_work_are_noticed() -> None:
     policy = AdaptiveDrafting(MOST)
     assert run(policy, DeviceModel(acceptance=0.0, token=0.2)).chosen[-200:].count(0) > 180
     assert np.mean(run(policy, DeviceModel(acceptance=0.95), 3000).chosen[-200:]) > MOST - 1
+    fails = run(policy, DeviceModel(acceptance=0.0, token=0.2))
+    assert any(fails.rests)
+    verifies = zip(fails.chosen, fails.rests[1:], strict=False)
+    assert not any(drafts and rests for drafts, rests in verifies), "a step of a rest verifies no drafts"
 
 
 class DelayedOnce(AdaptiveDrafting):
