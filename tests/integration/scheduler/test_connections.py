@@ -117,11 +117,11 @@ class Workers(DrivenConnections):
         clients = Client(self.endpoint), Client(self.endpoint)
         for client, role in zip(clients, ("worker", "worker-results"), strict=True):
             client.send_hello(role, name)
-            until(lambda c=client: (self.pump(), self._is_welcome(c))[1])  # type: ignore[misc]
+            until(lambda c=client: (self.pump(), self.is_welcome(c))[1])  # type: ignore[misc]
         return clients
 
     @staticmethod
-    def _is_welcome(client: Client) -> bool:
+    def is_welcome(client: Client) -> bool:
         frame = client.receive_now()
         if frame is not None:
             client.check_welcome(frame)
@@ -255,3 +255,19 @@ def test_signs_of_life_measure_the_clock_of_a_rank(workers: Workers) -> None:
     assert workers.connections.clock_offset(spare) == 0.0
     close(clients)
     close(others)
+
+
+def test_connections_for_results_whose_worker_was_lost_are_ignored(workers: Workers) -> None:
+    """They are not refused, as their workers connect again."""
+    orphans = []
+    for _ in range(2):
+        orphans.append(client := Client(workers.endpoint))
+        client.send_hello("worker-results", "host:1")
+        until(lambda c=client: (workers.pump(), workers.is_welcome(c))[1])  # type: ignore[misc]
+        client.send(Heartbeat(0, 0))
+    worker, clients = workers.register("host:1")
+    assert {sender for sender, _ in workers.received} == {worker}
+    for client in orphans:
+        assert client.receive_now() is None
+        client.close()
+    close(clients)
