@@ -133,6 +133,21 @@ def test_while_no_drafts_pay_speculation_rests_but_for_trials() -> None:
         assert late[at - 3 : at] == [(0, False, False)] * 3
 
 
+def test_trials_lose_one_per_cent_with_the_input_of_a_head() -> None:
+    device = DeviceModel(acceptance=0.0, token=0.2, reads=0.7, noise=0, interrupted=0)
+    seen = run(AdaptiveDrafting(MOST, lead=16), device, 12_000)
+    chosen, rests = seen.chosen[4000:], seen.rests[4000:]
+    lost = sum(chosen) * (device.draft + device.rows * device.token) + rests.count(False) * device.reads
+    assert any(chosen)
+    assert lost < 0.011 * (lost + len(chosen) * (device.step + device.rows * device.token))
+
+
+def test_trials_begin_at_least_forty_steps_apart() -> None:
+    trials = run(AdaptiveDrafting(MOST), DEVICES["tokens cost much"]).trials
+    begins = [at for at in range(1, len(trials)) if trials[at] and not trials[at - 1]]
+    assert min(np.diff(begins)) == 40
+
+
 def test_a_step_of_a_rest_costs_two_calls() -> None:
     policy = AdaptiveDrafting(MOST)
     run(policy, DeviceModel(acceptance=0.0, token=0.2, noise=0, interrupted=0, step=0.3), 4000)
