@@ -163,7 +163,7 @@ def test_the_whole_request_is_reserved_and_the_head_waits_for_it() -> None:
 
 @pytest.mark.parametrize(("num_blocks", "waits"), [(13, True), (14, False)])
 def test_cached_blocks_that_are_computed_again_are_reserved(num_blocks: int, waits: bool) -> None:
-    """Of five cached blocks whole chunks skip four. The first request may need 10 blocks, the second 4 more."""
+    """Whole chunks skip four of five cached blocks. The first request may need 10 blocks, the second 4 more."""
     world = RigidWorld(limits(num_blocks=num_blocks), 2)
     first = world.add(prompt(24), params(16, eos=False))
     while len(first.tokens) < 2:

@@ -135,6 +135,8 @@ def test_masks_must_match_the_counts_of_their_rows() -> None:
     for counts in ([2, 2], [3, 0], [4, -1], [3]):
         with pytest.raises(ProtocolError):
             GrammarRows.from_message(msgspec.structs.replace(grammar, counts=pack(counts)), 32)
+    wide = msgspec.structs.replace(grammar, bitmask=memoryview(bytes(24)))
+    assert GrammarRows.from_message(wide, 33).masks.shape == (3, 2)
     three = msgspec.structs.replace(grammar, slots=pack([4, 0, 1]), counts=pack([-(2**31), 2**31 - 1, 4]))
     for message, vocab_size in ((three, 32), (grammar, 33)):
         with pytest.raises(ProtocolError):
