@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.codec import Decoder, encode, pack
 from protocol.handshake import Hello
 from protocol.membership import EndEpoch, Heartbeat, Ping, Pong, Register
-from protocol.requests import AbortRequest, EnginePhase, EngineState, FrontendAlive, RequestOutputs
-from protocol.transport import Client, HandshakeRefused
+from protocol.requests import AbortRequest, EnginePhase, EngineState, FrontendAlive, RequestOutputs, RoundTrips
+from protocol.transport import Client, HandshakeRefused, PeerSlow
 from protocol.transport import server as transport
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
@@ -109,6 +110,40 @@ def test_a_lease_ends_in_silence_and_any_message_renews_it(frontends: Frontends)
     assert frontends.has_lost(1)
     for client in clients:
         client.close()
+
+
+def test_a_state_carries_the_lease_and_the_answer_to_the_last_sign_of_life(frontends: Frontends) -> None:
+    clients = frontends.connect(), frontends.connect()
+    clients[1].send(FrontendAlive(5))
+    until(lambda: (frontends.pump(), len(frontends.received) == 3)[1])
+    frontends.connections.send_state_to_all(replace(STATE, round_trips=RoundTrips(0, [0.5])))
+    decoder: Decoder[EngineState] = Decoder(EngineState)
+    for client, lease, sign in ((clients[0], 1, 0), (clients[1], 2, 5)):
+        frames: list[bytes] = []
+        until(lambda c=client, f=frames: (f.extend(filter(None, [c.receive_now()])), bool(f))[1])  # type: ignore[misc]
+        state = decoder.decode(frames[0])
+        assert (state.lease, state.round_trips) == (lease, RoundTrips(sign, [0.5]))
+        client.close()
+
+
+def test_a_frontend_that_does_not_read_is_turned_away(frontends: Frontends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state may be lost, outputs may not."""
+    client, connections = frontends.connect(), frontends.connections
+    send = connections.server.send
+
+    def send_if_not_large(peer: bytes, message: object) -> None:
+        if isinstance(message, EngineState | RequestOutputs):
+            raise PeerSlow("its queue is full")
+        send(peer, message)
+
+    monkeypatch.setattr(connections.server, "send", send_if_not_large)
+    connections.send_state(0, STATE)
+    assert connections.take_gone() == []
+    connections.send(0, OUTPUTS)
+    assert connections.take_gone() == [0]
+    with pytest.raises(HandshakeRefused, match="did not read"):
+        until(lambda: client.receive_now() is not None)
+    client.close()
 
 
 class Workers(DrivenConnections):
