@@ -71,7 +71,7 @@ class StepRows(NamedTuple):
             raise ProtocolError(f"{what} has `samples` other than 0 and 1")
         drafts = unpack(plan.drafts or bytes(len(plan.counts)))
         _same_length(what, counts=counts, drafts=drafts)
-        if _negative(slots, generations, starts, drafts, counts - drafts - 1):
+        if _negative(slots, generations, starts, counts, drafts, counts - drafts - 1):
             raise ProtocolError(f"{what} has a negative number, or a row without a token")
         if plan.drafts and drafts[unpack(samples, np.bool_) == 0].any():
             raise ProtocolError(f"{what} has drafts in a row that does not sample")
@@ -105,7 +105,7 @@ class GrammarRows(NamedTuple):
         counts = unpack(grammar.counts) if grammar.counts else np.ones(len(slots), np.int32)
         _same_length("the grammar", slots=slots, counts=counts)
         number = int(np.add.reduce(counts, dtype=np.int64))
-        if _negative(slots, counts - 1) or len(words) != number * width:
+        if _negative(slots, counts, counts - 1) or len(words) != number * width:
             raise ProtocolError(
                 f"the grammar of step {grammar.step_id} has {len(words)} words of bitmask for {len(slots)} rows with "
                 f"{number} masks of {width}"
@@ -179,7 +179,8 @@ class LogprobRows(NamedTuple):
             what, owners=rows.owners, positions=rows.positions, counts=rows.counts, token_ranks=rows.token_ranks
         )
         _same_length(what, token_ids=rows.token_ids, values=rows.values)
-        if _negative(rows.positions, rows.counts - 1, rows.token_ranks - 1, rows.token_ids):
+        counts, ranks = rows.counts, rows.token_ranks
+        if _negative(rows.positions, counts, counts - 1, ranks, ranks - 1, rows.token_ids):
             raise ProtocolError(f"{what} have a negative number, or a row without an entry")
         if int(np.add.reduce(rows.counts, dtype=np.int64)) != len(rows.token_ids) or np.isnan(rows.values).any():
             raise ProtocolError(f"{what} differ in number from the sum of their counts, or contain NaN")
@@ -257,5 +258,6 @@ def _same_length(what: str, **columns: NDArray[np.generic] | bytes) -> None:
 
 
 def _negative(*columns: I32) -> bool:
-    """Return whether a number is negative: the last byte of it, which has the sign, is no ASCII."""
+    """Return whether a number is negative: the last byte of it, which has the sign, is no ASCII. The least number less
+    one is not: pass the number, too."""
     return not b"".join(columns)[3::4].isascii()  # type: ignore[arg-type]  # arrays are buffers

@@ -4,9 +4,11 @@ import pytest
 
 from protocol.block_names import names_of
 from protocol.codec import pack
+from protocol.suspects import SUSPECT_AFTER
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.loading import DROPPED_SECONDS, BlockLoad, LoadTimes
 from services.scheduler.policies import ChunkedPolicy
+from tests.simulation.test_suspects import in_flight, lose_workers
 from tests.simulation.tier import LoadUnderWay, SimulatedTier
 from tests.simulation.world import World, params
 
@@ -119,6 +121,24 @@ def test_no_load_brings_a_block_that_another_engine_has_not_dropped_yet(world: W
     answer(world, load)
     world.engine.advance(world.store.now + DROPPED_SECONDS)
     assert len(begun(world, 4).blocks) == 2, "the drop is over"
+
+
+def test_while_a_suspect_runs_alone_nothing_is_loaded(world: World) -> None:
+    """It would wait for the load, and be admitted meanwhile."""
+    world.conserves_work = False
+    suspect = world.add(PROMPT, params(20, eos=False))
+    for _ in range(SUSPECT_AFTER):
+        while not in_flight(world, suspect):
+            world.dispatch()
+            for load in world.tier.loads:
+                answer(world, load)
+        lose_workers(world)
+    world.load_ahead(NAMES)
+    world.dispatch()
+    assert in_flight(world, suspect)
+    assert not world.store.loading.under_way
+    world.drain()
+    assert len(suspect.tokens) == 20
 
 
 def test_a_running_request_needs_the_blocks_of_a_load(world: World) -> None:

@@ -182,13 +182,16 @@ class StepSeconds:
     def pass_time(self, seconds: float, steps: int) -> None:
         self._age += _age(seconds, steps, _MEMORY["machine"])
 
-    def add(self, num_rows: int, drafted: int, proposes: int, reads: bool, prompt_tokens: int, seconds: float) -> float:
-        """Learn from a step. Return its seconds without those of another delay.
+    def add(
+        self, num_rows: int, drafted: int, proposes: int, reads: bool, prompt_tokens: int, seconds: float, learns: bool
+    ) -> float:
+        """Return the seconds of a step without those of another delay.
 
         Args:
             drafted: verified drafts.
             reads: a drafter with a state of its own got its input.
             prompt_tokens: positions beyond one of each row and its drafts.
+            learns: learn from it.
         """
         tokens, offered = float(num_rows + drafted), float(num_rows * proposes)
         features = (1.0, tokens, float(proposes), offered, float(prompt_tokens), float(reads))
@@ -196,10 +199,11 @@ class StepSeconds:
             fitted = sum(value * unit for value, unit in zip(features, self._fit, strict=True))
             correction = self._of_load(num_rows)[proposes if reads or proposes else -1]
             seconds = min(seconds, _OUTLIER * correction[0] * fitted)
-            if not prompt_tokens:
+            if learns and not prompt_tokens:
                 correction[1] = min(correction[1] + 1, _CORRECTIONS[1])
                 correction[0] += (seconds / fitted - correction[0]) / (correction[1] + _CORRECTIONS[0])
-        self._new.append((*features, seconds))
+        if learns:
+            self._new.append((*features, seconds))
         if len(self._new) >= _FIT_EVERY:
             self._update_fit()
         return seconds
@@ -349,10 +353,9 @@ class AdaptiveDrafting:
             return
         num_rows, most = len(step.slots), greatest(planned, 0)
         prompt_tokens = step.num_tokens - num_rows - (total(planned) if most else 0)
-        if most == step.proposes:  # others verify and propose different numbers
-            num_drafted = total(drafted) if most else 0
-            reads = self._lead > 0 and not step.rests
-            seconds = self._seconds.add(num_rows, num_drafted, step.proposes, reads, prompt_tokens, seconds)
+        num_drafted, reads = total(drafted) if most else 0, self._lead > 0 and not step.rests
+        learns = most == step.proposes  # others verify and propose different numbers
+        seconds = self._seconds.add(num_rows, num_drafted, step.proposes, reads, prompt_tokens, seconds, learns)
         if not prompt_tokens and (step.is_trial or not step.rests):
             self._credit += _TRIALS * seconds
             if step.is_trial and self._rate:

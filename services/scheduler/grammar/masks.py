@@ -119,9 +119,14 @@ class MaskThread:
 
     def _hand_over(self, jobs: list[_Job]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
-            with deep_stacks():
-                self._thread.start()
+            thread = threading.Thread(target=self._run, name="masks", daemon=True)
+            try:
+                with deep_stacks():
+                    thread.start()
+            except RuntimeError:  # the system has no thread for this process now; the next masks may get one
+                self._make(jobs)
+                return
+            self._thread = thread
         self._jobs.put((jobs, time.monotonic()))
 
     def take(self) -> list[tuple[int, Masks]]:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from protocol.codec import encode, pack
+from protocol.codec import Decoder, encode, pack
 from protocol.handshake import Hello
-from protocol.membership import EndEpoch, Heartbeat, Register
-from protocol.requests import AbortRequest, EnginePhase, EngineState, FrontendAlive, RequestOutputs
-from protocol.transport import Client, HandshakeRefused
+from protocol.membership import EndEpoch, Heartbeat, Ping, Pong, Register
+from protocol.requests import AbortRequest, EnginePhase, EngineState, FrontendAlive, RequestOutputs, RoundTrips
+from protocol.transport import Client, HandshakeRefused, PeerSlow
 from protocol.transport import server as transport
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
@@ -111,17 +112,51 @@ def test_a_lease_ends_in_silence_and_any_message_renews_it(frontends: Frontends)
         client.close()
 
 
+def test_a_state_carries_the_lease_and_the_answer_to_the_last_sign_of_life(frontends: Frontends) -> None:
+    clients = frontends.connect(), frontends.connect()
+    clients[1].send(FrontendAlive(5))
+    until(lambda: (frontends.pump(), len(frontends.received) == 3)[1])
+    frontends.connections.send_state_to_all(replace(STATE, round_trips=RoundTrips(0, [0.5])))
+    decoder: Decoder[EngineState] = Decoder(EngineState)
+    for client, lease, sign in ((clients[0], 1, 0), (clients[1], 2, 5)):
+        frames: list[bytes] = []
+        until(lambda c=client, f=frames: (f.extend(filter(None, [c.receive_now()])), bool(f))[1])  # type: ignore[misc]
+        state = decoder.decode(frames[0])
+        assert (state.lease, state.round_trips) == (lease, RoundTrips(sign, [0.5]))
+        client.close()
+
+
+def test_a_frontend_that_does_not_read_is_turned_away(frontends: Frontends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state may be lost, outputs may not."""
+    client, connections = frontends.connect(), frontends.connections
+    send = connections.server.send
+
+    def send_if_not_large(peer: bytes, message: object) -> None:
+        if isinstance(message, EngineState | RequestOutputs):
+            raise PeerSlow("its queue is full")
+        send(peer, message)
+
+    monkeypatch.setattr(connections.server, "send", send_if_not_large)
+    connections.send_state(0, STATE)
+    assert connections.take_gone() == []
+    connections.send(0, OUTPUTS)
+    assert connections.take_gone() == [0]
+    with pytest.raises(HandshakeRefused, match="did not read"):
+        until(lambda: client.receive_now() is not None)
+    client.close()
+
+
 class Workers(DrivenConnections):
     def connect(self, name: str) -> tuple[Client, Client]:
         """The two connections of a worker."""
         clients = Client(self.endpoint), Client(self.endpoint)
         for client, role in zip(clients, ("worker", "worker-results"), strict=True):
             client.send_hello(role, name)
-            until(lambda c=client: (self.pump(), self._is_welcome(c))[1])  # type: ignore[misc]
+            until(lambda c=client: (self.pump(), self.is_welcome(c))[1])  # type: ignore[misc]
         return clients
 
     @staticmethod
-    def _is_welcome(client: Client) -> bool:
+    def is_welcome(client: Client) -> bool:
         frame = client.receive_now()
         if frame is not None:
             client.check_welcome(frame)
@@ -232,4 +267,42 @@ def test_name_is_free_after_its_connection_has_left(workers: Workers) -> None:
     until(lambda: (workers.pump(), first in workers.gone)[1])
     second, clients = workers.register("host:1")
     assert second != first
+    close(clients)
+
+
+def test_signs_of_life_measure_the_clock_of_a_rank(workers: Workers) -> None:
+    """A spare gets them on its connection for results alone."""
+    rank, clients = workers.register("host:1")
+    spare, others = workers.register("host:2")
+    decoder: Decoder[Ping] = Decoder(Ping)
+    workers.connections.beat(7, [rank])
+    pings = []
+    for client in (*clients, others[1]):
+        frames: list[bytes] = []
+        until(lambda c=client, f=frames: (f.extend(filter(None, [c.receive_now()])), bool(f))[1])  # type: ignore[misc]
+        pings.append(decoder.decode(frames[0]))
+    assert [ping.number for ping in pings] == [7, 7, 7]
+    assert others[0].receive_now() is None
+    sent = pings[0].sent
+    clients[0].send(pong := Pong(sent, sent + 1e6, sent + 1e6, 7))
+    until(lambda: (workers.pump(), (rank, pong) in workers.received)[1])
+    assert 1e6 - 1000 < workers.connections.clock_offset(rank) < 1e6
+    assert workers.connections.clock_offset(spare) == 0.0
+    close(clients)
+    close(others)
+
+
+def test_connections_for_results_whose_worker_was_lost_are_ignored(workers: Workers) -> None:
+    """They are not refused, as their workers connect again."""
+    orphans = []
+    for _ in range(2):
+        orphans.append(client := Client(workers.endpoint))
+        client.send_hello("worker-results", "host:1")
+        until(lambda c=client: (workers.pump(), workers.is_welcome(c))[1])  # type: ignore[misc]
+        client.send(Heartbeat(0, 0))
+    worker, clients = workers.register("host:1")
+    assert {sender for sender, _ in workers.received} == {worker}
+    for client in orphans:
+        assert client.receive_now() is None
+        client.close()
     close(clients)

@@ -15,6 +15,10 @@ class RecordingProposer(Proposer):
 
     def __init__(self) -> None:
         self.advances: list[Advance] = []
+        self.assigned: list[int] = []
+
+    def assign(self, slot: int) -> None:
+        self.assigned.append(slot)
 
     def propose(self, advance: Advance, k: int) -> I32:
         self.advances.append(advance)
@@ -28,7 +32,7 @@ class Deferred:
         self.table = SlotTable(num_slots=8, block_size=4, num_blocks=8, max_model_len=8)
         self.table.generation[:] = 1
         proposer = RecordingProposer()
-        self.advances = proposer.advances
+        self.advances, self.assigned = proposer.advances, proposer.assigned
         self.drafter = deferred(Drafter(lambda slots: proposer, reads=(2, -1)))
         history = TokenHistory(8, 8, 8, make("reference"))
         self.proposer = self.drafter.start(DrafterSlots(self.table, history, 8))
@@ -78,6 +82,8 @@ def test_requests_that_left_are_dropped() -> None:
     deferred.propose(step((5, 0, 4), (3, 7, 2), (2, 1, 1)), 0)
     deferred.propose(step((5, 4, 1)), 0)
     deferred.table.generation[5] = 2
+    deferred.proposer.assign(5)
+    assert deferred.assigned == [5], "the drafter's own state of the slot ends at once"
     deferred.table.release(np.array([2], np.int32))
     deferred.propose(step((5, 0, 2), samples=False, generation=2), 0)
     deferred.propose(step((5, 2, 1), generation=2), 1)

@@ -26,6 +26,7 @@ PLAN = SchedulerOutput(
 )
 RESULT = ModelRunnerOutput(1, 1, pack([4, 0]), pack([1, 9]), pack([2, 0]), pack([11, 12]), drafted=pack([3, 0]))
 LOGPROBS = Logprobs(pack([4]), pack([7]), pack([1]), pack([1]), pack([11]), np.float32([-0.5]).tobytes())
+THREE_ROWS = Logprobs(*[pack([1, 2, 3])] * 4, b"", b"")
 OUTPUTS = RequestOutputs(pack(np.array([2**32 - 1, 3], np.uint32)), pack([0, 5]), pack([11, 12]))
 
 
@@ -73,6 +74,7 @@ def test_plan_with_a_negative_number_is_refused(name: str) -> None:
     ("rows", "message", "change", "text"),
     [
         (StepRows, PLAN, {"counts": pack([5, 0])}, "a row without a token"),
+        (StepRows, PLAN, {"counts": pack([5, -(2**31)])}, "negative"),
         (StepRows, PLAN, {"samples": b"\0\2"}, "samples"),
         (StepRows, PLAN, {"samples": b"\xff\1"}, "samples"),
         (StepRows, PLAN, {"masked": pack([4])}, "masks for a slot without a row that samples"),
@@ -99,6 +101,16 @@ def test_plan_with_a_negative_number_is_refused(name: str) -> None:
         (EmbeddingRows, RESULT, {"embedding_slots": pack([-1]), "embeddings": bytes(8)}, "no embeddings"),
         (EmbeddingRows, RESULT, {"embeddings": bytes(8)}, "no embeddings of 0 slots"),
         (LogprobRows, LOGPROBS, {"values": np.float32([np.nan]).tobytes()}, "NaN"),
+        (LogprobRows, LOGPROBS, {"owners": pack([4, 5])}, "differ in length"),
+        (LogprobRows, LOGPROBS, {"values": b""}, "differ in length"),
+        (LogprobRows, LOGPROBS, {"positions": pack([-1])}, "negative"),
+        (LogprobRows, LOGPROBS, {"token_ids": pack([-1])}, "negative"),
+        (LogprobRows, LOGPROBS, {"token_ranks": pack([0])}, "negative"),
+        (LogprobRows, LOGPROBS, {"token_ranks": pack([-(2**31)])}, "negative"),
+        (LogprobRows, LOGPROBS, {"counts": pack([2])}, "differ in number"),
+        (LogprobRows, THREE_ROWS, {"counts": pack([0, 0, 0])}, "a row without an entry"),
+        # The sum of these is 0, and each of them less one is no negative int32
+        (LogprobRows, THREE_ROWS, {"counts": pack([-(2**31), 2**31 - 1, 1])}, "negative"),
     ],
 )
 def test_contradicting_message_is_refused(rows: Any, message: Any, change: dict[str, object], text: str) -> None:
@@ -123,5 +135,9 @@ def test_masks_must_match_the_counts_of_their_rows() -> None:
     for counts in ([2, 2], [3, 0], [4, -1], [3]):
         with pytest.raises(ProtocolError):
             GrammarRows.from_message(msgspec.structs.replace(grammar, counts=pack(counts)), 32)
-    with pytest.raises(ProtocolError):
-        GrammarRows.from_message(grammar, 33)
+    wide = msgspec.structs.replace(grammar, bitmask=memoryview(bytes(24)))
+    assert GrammarRows.from_message(wide, 33).masks.shape == (3, 2)
+    three = msgspec.structs.replace(grammar, slots=pack([4, 0, 1]), counts=pack([-(2**31), 2**31 - 1, 4]))
+    for message, vocab_size in ((three, 32), (grammar, 33)):
+        with pytest.raises(ProtocolError):
+            GrammarRows.from_message(message, vocab_size)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from protocol.silence import DELAY_HALF_LIFE, MAX_PAUSE, SIGN_INTERVAL, SilenceWatch
+from protocol.silence import DELAY_HALF_LIFE, MAX_PAUSE, SIGN_INTERVAL, SilenceWatch, unanswered
 
 
 def test_silence_counts_from_the_first_sign_of_life() -> None:
     watch = SilenceWatch(2.0)
-    assert watch.check(50.0) is None
-    assert watch.check(60.0) is None
+    assert [watch.check(56.0 + second) for second in range(5)] == [None] * 5
+    assert not watch.exceeds(0.5)
     watch.heard()
     assert [watch.check(60.0 + second) for second in range(1, 5)] == [None, None, None, 3.0]
 
@@ -68,3 +68,7 @@ def test_an_observed_delay_fades() -> None:
         now += 0.25
         watch.check(now)
     assert watch.delay == pytest.approx(2.0)
+
+
+def test_signs_wait_for_their_answers_from_the_next_one_on() -> None:
+    assert [unanswered(sent, 3) for sent in (3, 4, 5, 8)] == [0.0, 0.0, SIGN_INTERVAL, 4 * SIGN_INTERVAL]

@@ -25,8 +25,9 @@ def test_the_shortest_round_trip_of_the_window_counts() -> None:
     clock = ClockOffset()
     exchange(clock, sent=1.0, there=0.500, held=0.0, back=0.001)  # waited in a queue on its way there
     assert clock.seconds == pytest.approx(AHEAD + 0.2495)
-    exchange(clock, sent=2.0, there=0.0001, held=0.0, back=0.0001)
-    exchange(clock, sent=3.0, there=0.300, held=0.0, back=0.001)
+    exchange(clock, sent=2.0, there=0.0001, held=3.0, back=0.0001)
+    exchange(clock, sent=6.0, there=0.300, held=0.0, back=0.001)
+    exchange(clock, sent=7.0, there=0.001, held=0.0, back=0.300)
     assert clock.seconds == pytest.approx(AHEAD, abs=1e-9)
 
 

@@ -7,8 +7,17 @@ import numpy as np
 import pytest
 
 from services.config import SpeculativeConfig
-from services.scheduler.core.drafting import LEARNS, AdaptiveDrafting, Drafting, FixedDrafting, drafting_from_config
+from services.scheduler.core.drafting import (
+    LEARNS,
+    Acceptance,
+    AdaptiveDrafting,
+    Drafting,
+    FixedDrafting,
+    StepSeconds,
+    drafting_from_config,
+)
 from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.slots import Column
 
 MOST = 4
 
@@ -124,6 +133,21 @@ def test_while_no_drafts_pay_speculation_rests_but_for_trials() -> None:
         assert late[at - 3 : at] == [(0, False, False)] * 3
 
 
+def test_trials_lose_one_per_cent_with_the_input_of_a_head() -> None:
+    device = DeviceModel(acceptance=0.0, token=0.2, reads=0.7, noise=0, interrupted=0)
+    seen = run(AdaptiveDrafting(MOST, lead=16), device, 12_000)
+    chosen, rests = seen.chosen[4000:], seen.rests[4000:]
+    lost = sum(chosen) * (device.draft + device.rows * device.token) + rests.count(False) * device.reads
+    assert any(chosen)
+    assert lost < 0.011 * (lost + len(chosen) * (device.step + device.rows * device.token))
+
+
+def test_trials_begin_at_least_forty_steps_apart() -> None:
+    trials = run(AdaptiveDrafting(MOST), DEVICES["tokens cost much"]).trials
+    begins = [at for at in range(1, len(trials)) if trials[at] and not trials[at - 1]]
+    assert min(np.diff(begins)) == 40
+
+
 def test_a_step_of_a_rest_costs_two_calls() -> None:
     policy = AdaptiveDrafting(MOST)
     run(policy, DeviceModel(acceptance=0.0, token=0.2, noise=0, interrupted=0, step=0.3), 4000)
@@ -147,10 +171,67 @@ def test_a_step_of_a_rest_costs_two_calls() -> None:
     assert len(calls) == 2 + 1, "with the one that ends the count"
 
 
+def test_acceptance_is_that_of_the_last_steps_and_a_failure_stays_known() -> None:
+    acceptance, ones = Acceptance(1), np.ones(8, np.int32)
+
+    def after(accepted: int, steps: int) -> float:
+        """Return the probability of a draft after steps in which all drafts were accepted, or none."""
+        for _ in range(steps):
+            acceptance.pass_time(0.05, 1)
+            acceptance.add(ones, ones, ones + accepted)
+        return acceptance.per_row()[0][1] - 1
+
+    assert after(0, 200) < 0.01
+    assert after(1, 200) > 0.95, "steps decay"
+    assert after(0, 200) < 0.05
+    acceptance.pass_time(1e6, 1_000_000)
+    assert after(0, 0) < 0.05, "without drafts nothing decays"
+    acceptance.add(ones[:1], ones[:1], ones[:1])
+    assert 0.2 < after(0, 0) < 0.3, "all rows before count as one that failed"
+
+
+def test_a_row_computes_the_drafts_that_it_had() -> None:
+    acceptance, ones = Acceptance(2), np.ones(8, np.int32)
+    for _ in range(100):
+        acceptance.pass_time(0.05, 1)
+        acceptance.add(2 * ones, np.array([0, 2, 2, 2, 1, 1, 1, 1], np.int32), ones)
+    assert acceptance.per_row()[1] == pytest.approx([1, 1 + 7 / 8, 1 + 7 / 8 + 3 / 8], abs=0.01)
+
+
+def test_a_slower_machine_is_expected_at_every_load() -> None:
+    known = StepSeconds(1)
+    for loads, seconds in (((2, 4, 7), 0.001), ((2, 7), 0.0015)):
+        for at in range(200):
+            known.pass_time(0.05, 1)
+            known.add(loads[at % len(loads)], 0, 0, False, 0, seconds, True)
+    assert known.expected(4, [1.0, 1.0])[0] == pytest.approx(0.0015, rel=0.05)
+
+
 def test_drafts_that_begin_to_work_are_noticed() -> None:
     policy = AdaptiveDrafting(MOST)
     assert run(policy, DeviceModel(acceptance=0.0, token=0.2)).chosen[-200:].count(0) > 180
     assert np.mean(run(policy, DeviceModel(acceptance=0.95), 3000).chosen[-200:]) > MOST - 1
+    fails = run(policy, DeviceModel(acceptance=0.0, token=0.2))
+    assert any(fails.rests)
+    verifies = zip(fails.chosen, fails.rests[1:], strict=False)
+    assert not any(drafts and rests for drafts, rests in verifies), "a step of a rest verifies no drafts"
+
+
+class DelayedOnce(AdaptiveDrafting):
+    """A step of a trial that verifies another number than it proposes takes a second longer."""
+
+    delayed, delay = 0, 0.0
+
+    def observe(self, step: InflightStep, drafted: Column, counts: Column, sampled: float) -> None:
+        if not self.delayed and step.step_id > 500 and step.is_trial and step.drafts[0] != step.proposes:
+            self.delayed, self.delay = step.step_id, 1.0
+        super().observe(step, drafted, counts, sampled + self.delay)
+
+
+def test_another_delay_within_a_trial_does_not_end_trials() -> None:
+    policy = DelayedOnce(MOST)
+    trials = run(policy, DeviceModel(noise=0, interrupted=0)).trials
+    assert any(trials[policy.delayed + 20 :])
 
 
 def test_a_draft_needs_a_higher_probability_if_its_row_costs_more() -> None:

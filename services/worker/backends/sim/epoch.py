@@ -167,7 +167,6 @@ class SimEpoch:
         """Store new requests and feedback. Runs on the device."""
         for request in step.new:
             self.oracle.enter(request.slot, unpack(request.token_ids))
-            self.drafts.clear(request.slot)
         for late in received.feedback:
             self.oracle.confirm(late.slots, late.firsts, late.counts, late.token_ids)
             self.drafts.put(late.step_id, late.slots, late.firsts + late.counts, late.drafts)

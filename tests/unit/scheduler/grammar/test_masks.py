@@ -49,6 +49,23 @@ def test_an_error_of_the_thread_is_raised_by_take() -> None:
     thread.close()
 
 
+def test_without_a_thread_the_loop_makes_the_masks_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    makers: list[threading.Thread] = []
+    thread, main = MaskThread(quick=-1.0), threading.current_thread()
+    for ticket in (1, 2):
+        with monkeypatch.context() as patch:
+            if ticket == 1:
+                patch.setattr(threading.Thread, "start", refused)
+            thread.submit(ticket, WatchedGrammar(makers), [], WORDS)
+        assert select.select([thread.fileno()], [], [], 10)[0]
+        assert [made for made, _ in thread.take()] == [ticket]
+    assert [maker is main for maker in makers] == [True, False]
+    thread.close()
+
+
 class WatchedGrammar(Automaton):
     def __init__(self, makers: list[threading.Thread]) -> None:
         super().__init__(3, -1, VOCAB, ())

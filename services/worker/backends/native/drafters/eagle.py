@@ -69,8 +69,6 @@ class EagleProposer(Proposer):
         """Blocks of the slot up to the last one that `_table` has; 0: the head knows nothing of the request."""
         self._known = np.ones(slots.num_blocks, np.bool_)
         """Blocks whose keys and values the head has computed from the beginning of the request on."""
-        self._enters = np.ones(table.num_slots, np.bool_)
-        """Slots of whose present request the head has missed no step."""
         self._has_rested = False
         self._make_room(_FEW)
 
@@ -84,12 +82,11 @@ class EagleProposer(Proposer):
         self._rows = network.record(lambda b: model.compute_rows(b, attention), self._buffers)
 
     def assign(self, slot: int) -> None:
-        self._held[slot], self._enters[slot] = 0, True
+        self._held[slot] = 0
 
     def rest(self) -> bool:
         self._has_rested = True
         self._held.fill(0)
-        self._enters.fill(False)
         self._known.fill(False)  # blocks may be written meanwhile
         return True
 
@@ -134,9 +131,10 @@ class EagleProposer(Proposer):
             b.tiles[:rows, 1] -= torch.from_numpy(self._begins[b.tiles[:rows, 0].numpy()])
 
     def _first_known(self, slot: int, start: int) -> int:
-        """Return where a request begins of which the head gets the tokens from `start` on."""
+        """Return where a request begins of which the head gets the tokens from `start` on. What it has missed is in
+        blocks that it does not know, as nobody else writes them."""
         cached = self._slots.table.block_table[slot, : -(-start // self._slots.table.block_size)]
-        return 0 if self._enters[slot] and self._known[cached].all() else start
+        return 0 if self._known[cached].all() else start
 
     def _rows_of(self, advance: Advance) -> DraftRows:
         table = self._slots.table

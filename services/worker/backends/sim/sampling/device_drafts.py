@@ -26,9 +26,6 @@ class DeviceDrafts:
         self._steps = np.zeros(num_slots, np.int32)
         """Step that proposed them."""
 
-    def clear(self, slot: int) -> None:
-        self._counts[slot] = self._requested[slot] = 0
-
     def put(self, step_id: int, slots: I32, firsts: I32, tokens: I32) -> None:
         """Store int32[rows, requested] drafts; NO_DRAFT from the end of a row's drafts on."""
         requested = tokens.shape[1]
@@ -37,7 +34,8 @@ class DeviceDrafts:
         self._requested[slots] = requested
 
     def take(self, slots: I32, firsts: I32, planned: I32) -> tuple[I32, I32]:
-        """Remove the drafts of rows and return them.
+        """Remove the drafts of rows and return them. The first row of a request, for which none are planned, removes
+        those of the slot's last owner.
 
         Args:
             firsts: int32[rows], position of each row's first draft.
