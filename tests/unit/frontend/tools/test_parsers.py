@@ -224,6 +224,8 @@ NO_CALLS: list[tuple[str, str]] = [
     ("qwen3_xml", "<tool_call>\n<function=f g></function>"),
     ("qwen3_xml", "a <function> of x"),
     ("glm45", "<tool_call>f g</tool_call>"),
+    ("glm45", "<tool_call>f"),
+    ("glm45", f"<tool_call>{'f' * 200}</tool_call>"),
     ("glm45", "<tool_call>f<arg_kex>"),
     ("llama4_pythonic", "[1, 2, 3]"),
     ("llama4_pythonic", "[unknown(a=1)]"),
