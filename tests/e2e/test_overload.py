@@ -14,7 +14,8 @@ LAYOUT = (*SIM, "--max-num-seqs", "2", "--max-queue-seconds", "1")
 async def test_every_request_of_an_overload_is_served_or_refused_with_an_answer() -> None:
     """200 requests within 2 s on kept connections; then the server serves all that comes."""
     with serving(*LAYOUT) as server:
-        model = server.client().models.list().data[0].id
+        with server.client() as openai:
+            model = openai.models.list().data[0].id
         body = {"model": model, "prompt": "Hello", "max_tokens": 10, "ignore_eos": True}
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
 

@@ -58,4 +58,5 @@ async def messages(http: HTTPRequest, context: Context) -> Response:
     if given.stream:
         return await answering.streamed(request, message)
     (whole,), _ = await answering.whole(request)
-    return Response(msgspec.json.encode(message.whole(whole)), media_type="application/json")
+    content = await answering.built([whole], lambda: msgspec.json.encode(message.whole(whole)))
+    return Response(content, media_type="application/json")

@@ -111,7 +111,7 @@ class ConnectedEngine(Availability):
         """Condition in one word, for people."""
         if self.refusal:
             return "refused"
-        if self.condition is Condition.CONNECTING and self.state.phase is not EnginePhase.READY:
+        if self.condition is Condition.CONNECTING:
             return self.state.phase.name.lower().replace("_", " ")
         return str(self.condition)
 

@@ -176,8 +176,8 @@ class RequestLedger:
         return list(self._unsent[NOBODY].values())
 
     def owners_of_unsent(self) -> list[str]:
-        """Return the engines that own requests which their schedulers do not have."""
-        return [engine for engine, unsent in self._unsent.items() if unsent and engine != NOBODY]
+        """Return the owners of requests that no scheduler has; NOBODY may be one of them."""
+        return [engine for engine, unsent in self._unsent.items() if unsent]
 
     def num_owned(self) -> Counter[str]:
         """Return the number of requests by owner."""
@@ -186,8 +186,8 @@ class RequestLedger:
     def entry(self, number: int) -> LedgerEntry | None:
         return self._entries.get(number)
 
-    def with_key(self, key: int) -> LedgerEntry | None:
-        return self._by_key.get(key)
+    def with_key(self, key: int) -> LedgerEntry:
+        return self._by_key[key]
 
     def open(self, stream: RequestStream, request: GenerateRequest, now: float, identity: str = "") -> LedgerEntry:
         """Keep a request, which nobody owns. If its stream has output, it goes on from there.
@@ -271,7 +271,7 @@ class RequestLedger:
     def stuck(self, now: float, seconds: float) -> list[RequestStream]:
         """Return the requests that have made no progress for a number of seconds in which this process ran. Call it
         regularly. `now`: monotonic seconds."""
-        found, passed = [], min(max(now - self._checked, 0.0), MAX_PAUSE)
+        found, passed = [], min(now - self._checked, MAX_PAUSE)
         self._checked = now
         for entry in self._entries.values():
             if (length := len(entry.stream.output)) != entry.seen_length:

@@ -109,19 +109,23 @@ def test_minus_infinity_becomes_a_number(frontend: Frontend, scheduler: Scripted
     def behave(request: GenerateRequest) -> list[RequestOutputs]:
         known = Logprobs(
             pack([request.number]),
-            pack([3]),
+            pack([request.num_prompt_tokens]),
             pack([2]),
             pack([1]),
             pack([400, 401]),
             pack_floats([-float("inf"), -0.5]),
         )
         said = RequestOutputs(pack([request.number]), pack([0]), pack([400]), logprobs=known)
-        return [said, ended(request.number)]
+        return [of_prompt(request, shift=-float("inf")), said, ended(request.number)]
 
     scheduler.script(behave)
-    answer = frontend.post("/v1/completions", {"prompt": [5, 6, 7], "logprobs": 1}).json()["choices"][0]
+    body = {"prompt": [5, 6, 7], "logprobs": 1, "prompt_logprobs": 0}
+    answer = frontend.post("/v1/completions", body).json()["choices"][0]
+    assert [entry["logprob"] for at in answer["prompt_logprobs"][1:] for entry in at.values()] == [-9999.0] * 2
     assert answer["logprobs"]["token_logprobs"] == [-9999.0]
     assert sorted(answer["logprobs"]["top_logprobs"][0].values()) == [-9999.0, -0.5]
+    chat = frontend.post("/v1/chat/completions", {"messages": CHAT, "logprobs": True}).json()["choices"][0]
+    assert [entry["logprob"] for entry in chat["logprobs"]["content"]] == [-9999.0]
 
 
 def test_tokens_can_be_named_by_their_ids(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

@@ -22,7 +22,8 @@ def line(custom_id: str, url: str = "/v1/chat/completions", **more: Any) -> str:
 
 
 class Api(Handler):
-    """Answers with the path and the body. The first request of "twice" is refused for load; "last" ends the server."""
+    """Answers with the path and the body. The first request of "twice" is refused for load; a proxy answers
+    "proxy"; "last" ends the server."""
 
     protocol_version = "HTTP/1.1"
     refused: set[str]
@@ -40,6 +41,8 @@ class Api(Handler):
         elif user == "twice" and user not in self.refused:
             self.refused.add(user)
             self.reply(429, b"{}")
+        elif user == "proxy":
+            self.reply(502, b"bad \xff")
         else:
             answer = json.dumps({"path": self.path, **body}).encode()
             self.reply(404 if user == "missing" else 200, answer, x_request_id="r-1")
@@ -79,15 +82,17 @@ def test_errors_belong_to_their_lines(capsys: Capture, tmp_path: Path) -> None:
         line("b", body={"user": "twice"}),
         "",
         line("a"),
+        line("c", body={"user": "proxy"}),
     ]
     with serving() as url:
         done, answers = run(capsys, tmp_path, lines, url)
     assert done.status == 1
-    assert "4 lines written" in done.stdout
-    assert "3 with errors" in done.stdout
-    assert [(a["response"] or {}).get("status_code") for a in answers] == [404, None, 200, None]
+    assert "5 lines written" in done.stdout
+    assert "4 with errors" in done.stdout
+    assert [(a["response"] or {}).get("status_code") for a in answers] == [404, None, 200, None, 502]
+    assert answers[-1]["response"]["body"] == "bad \ufffd"
     assert [(a["error"] or {}).get("code") for a in answers] == [
-        None, "invalid_json_line", None, "duplicate_custom_id"
+        None, "invalid_json_line", None, "duplicate_custom_id", None
     ]  # fmt: skip
 
 
@@ -142,6 +147,7 @@ def test_file_that_fails_is_named(capsys: Capture, tmp_path: Path, source: str, 
         ("{", "invalid_json_line"),
         ("[]", "invalid_json_line"),
         (json.dumps({"url": "/v1/completions", "body": {}}), "missing_custom_id"),
+        (line(""), "missing_custom_id"),
         (line("a", method="GET"), "invalid_method"),
         (line("a", url="/v1/files"), "invalid_url"),
         (line("a", url=["/v1/completions"]), "invalid_url"),

@@ -75,16 +75,18 @@ async def test_a_frontend_whose_lease_has_ended_connects_again(server: Server, c
 
 
 async def test_messages_behind_one_that_cannot_be_read_are_not_handled(server: Server, client: EngineClient) -> None:
-    """The connection is dropped with the bad message. A state behind it must not make the frontend ready."""
-    peers: list[bytes] = []
+    """The connection is dropped with the first bad message: a second one would double the pause again."""
+    [engine], peers = client.engines.values(), list[bytes]()
+    before = engine.connection.pause
     ready, bad = EngineState(EnginePhase.READY, incarnation=7, lease=1), AbortRequest([1], 7)
     while not (client.recoveries and client.ready):
         if (received := server.receive()) is not None and received[0] not in peers:
             peers.append(received[0])
-            for message in (ready, bad, ready) if len(peers) == 1 else (ready,):
+            for message in (ready, bad, bad, ready) if len(peers) == 1 else (ready,):
                 server.send(received[0], message)
         await asyncio.sleep(0.01)
     assert len(peers) == 2
+    assert engine.connection.pause == 2 * before
 
 
 @pytest.mark.parametrize(("most", "factor"), [(connection_module.REFUSED_PAUSE, 8), (0.0, 1)], ids=["short", "long"])

@@ -34,6 +34,7 @@ from protocol.sampling import SamplingParams
 from protocol.suspects import SUSPECT_AFTER
 from protocol.transport import PeerGone, Server
 from services.frontend.engine import availability, connection, owners
+from services.frontend.engine import engines as engines_module
 from services.frontend.engine.addresses import EngineAddress, numbered
 from services.frontend.engine.client import NO_PROMPT, EngineClient
 from services.frontend.engine.ledger import GUILTY, NOBODY
@@ -503,10 +504,16 @@ async def test_an_engine_loads_what_is_complete_of_a_prompt_that_will_go_on_ther
         computing.send(request.number, 0, 7, ends=True, why=FinishReason.LENGTH)
         await engines.until(lambda: decoding.requests)
         [moved] = decoding.requests
-        assert moved.kv_peers == ["tcp://peer"]
+        assert (moved.kv_peers, moved.params.max_tokens) == (["tcp://peer"], 20)
         assert len(decoding.loads) == 1
         decoding.send(moved.number, 1, 8, ends=True)
         await engines.until(lambda: stream.end is not None)
+        single, shared = RecordingStream(ResponseStream(FlushQueue())), replace(NO_PROMPT, cache_salt="other")
+        engines.client.submit(single, prompt, SamplingParams(1, seed=5), shared)
+        await engines.until(lambda: len(computing.requests) == 2)
+        computing.send(single.number, 0, 7, ends=True, why=FinishReason.LENGTH)
+        await engines.until(lambda: single.end is not None)
+        assert len(decoding.requests) == 1, "it ends where its prompt was computed"
 
 
 async def test_a_request_that_its_engine_rejects_is_new_and_fetches_blocks_from_no_former_holder(
@@ -579,7 +586,7 @@ async def test_streams_of_an_engine_that_fails_go_on_elsewhere(tmp_path: Path) -
 async def test_a_stream_for_which_no_other_engine_has_room_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owners, "REJECTED_PAUSE", 0.1)
+    monkeypatch.setattr(owners, "REJECTED_PAUSE", 3600.0)
     async with fleet(tmp_path) as engines:
         stream, owner, other = await engines.stream(1)
         owner.close()
@@ -587,10 +594,33 @@ async def test_a_stream_for_which_no_other_engine_has_room_waits(
             await engines.until(lambda: len(other.requests) == attempt)  # noqa: B023
             assert unpack(other.requests[-1].token_ids).tolist() == [1, 7]
             other.send(stream.number, 1, ends=True, why=FinishReason.REJECTED)
+            await engines.until(lambda: engines.client.ledger.waiting)
+            engines.client.owners.settle()
+            [entry] = engines.client.ledger.waiting
+            entry.held_until = 0.0
         await engines.until(lambda: len(other.requests) == 4)
         other.send(stream.number, 1, 8, ends=True)
         await engines.until(lambda: stream.end is not None)
         assert stream.output == [7, 8]
+
+
+async def test_a_request_whose_adapter_no_engine_can_load_ends_with_the_reason(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as engines:
+        stream, owner, other = await engines.submit([1])
+        owner.refuse(stream.number, "no file", reason=FinishReason.ERROR)
+        await engines.until(lambda: other.requests)
+        other.refuse(stream.number, "no room", reason=FinishReason.ERROR)
+        await engines.until(lambda: stream.end is not None)
+        assert (stream.end.reason, stream.end.message) == (FinishReason.ERROR, "no room")  # type: ignore[union-attr]
+
+
+async def test_requests_are_sent_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the next check, and not when a scheduler sends its state."""
+    monkeypatch.setattr(engines_module, "CHECK_INTERVAL", 3600.0)
+    async with fleet(tmp_path) as engines:
+        stream, owner, other = await engines.submit([1])
+        owner.refuse(stream.number, "full", reason=FinishReason.REJECTED)
+        await engines.until(lambda: other.requests)
 
 
 async def test_a_new_request_that_settings_refuse_goes_to_an_engine_with_others(tmp_path: Path) -> None:

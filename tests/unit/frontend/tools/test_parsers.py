@@ -223,6 +223,8 @@ NO_CALLS: list[tuple[str, str]] = [
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f g\n```json\n{}"),
     ("qwen3_xml", "<tool_call>\n<function=f g></function>"),
     ("qwen3_xml", "a <function> of x"),
+    ("qwen3_xml", "<function=f"),
+    ("qwen3_xml", f"<function={'f' * 200}></function>"),
     ("glm45", "<tool_call>f g</tool_call>"),
     ("glm45", "<tool_call>f<arg_kex>"),
     ("llama4_pythonic", "[1, 2, 3]"),
