@@ -98,7 +98,7 @@ def test_plan_with_a_negative_number_is_refused(name: str) -> None:
         (ProgressRows, RESULT, {"progress_slots": pack([4, 4]), "progress_frontiers": pack([1, 2])}, "a slot twice"),
         (EmbeddingRows, RESULT, {"embedding_slots": pack([-1]), "embeddings": bytes(8)}, "no embeddings"),
         (EmbeddingRows, RESULT, {"embeddings": bytes(8)}, "no embeddings of 0 slots"),
-        (LogprobRows, LOGPROBS, {"values": np.float32([np.nan]).tobytes()}, "NaN"),
+        (LogprobRows, LOGPROBS, {"counts": pack([2])}, "differ in number"),
     ],
 )
 def test_contradicting_message_is_refused(rows: Any, message: Any, change: dict[str, object], text: str) -> None:
