@@ -21,4 +21,4 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
     token_ids: bytes
     """int32[sum(counts)]"""
     values: bytes
-    """float32[sum(counts)]: natural logarithms; minus infinity is allowed, NaN is not"""
+    """float32[sum(counts)]: natural logarithms, or minus infinity; NaN where the model's logits overflowed"""

@@ -308,9 +308,12 @@ class ConnectedEngine(Availability):
             return
         rows, owned = LogprobRows.from_message(logprobs), self._ledger.streams[self.name]
         ids, values, begin = rows.token_ids.tolist(), rows.values.tolist(), 0
+        undefined = np.isnan(rows.values)
         columns = rows.owners.view(np.uint32), rows.positions, rows.token_ranks, rows.counts
         for number, position, rank, count in zip(*(column.tolist() for column in columns), strict=True):
             end = begin + count
             if (stream := owned.get(number)) is not None:
+                if undefined[begin:end].any():
+                    stream.response.fail(APIError(500, "the model gave a log-probability that is no number"))
                 stream.add_logprobs(RawLogprobs(position, rank, ids[begin:end], values[begin:end]))
             begin = end

@@ -238,19 +238,19 @@ class _HistoryReader:
         began = max(times.prepared, sampled if (epoch, before + 1) == key else 0.0)
         if self._header.limits.stages > 1:  # until then it may wait for the stage before
             began = times.forward_began
+        drafted = unpack(result.drafted) if result.drafted else np.zeros(len(step.slots), np.int32)
         if not plan.has_structured_output_requests:  # its time includes the wait for the masks
-            drafted = unpack(result.drafted) if result.drafted else np.zeros(len(step.slots), np.int32)
             features = (features_of(plan, drafted), host_features(len(plan.slots) // 4, len(plan.new)))
             free_since = h.turns[-2].began + h.turns[-2].worked if len(h.turns) > 1 else 0.0
             measured = (step.dispatched, times.prepared, began, times.sampled, self._now, free_since)
             h.steps.append(MeasuredStep(*features, *measured))
         self._last_sampled = (*key, times.sampled)
-        if step.record.plan.drafts and result.drafted:
-            planned = unpack(step.record.plan.drafts)[np.frombuffer(step.record.plan.samples, np.bool_)]
-            columns = (planned, unpack(result.drafted), unpack(result.counts))
+        if plan.drafts:
+            planned = unpack(plan.drafts)[np.frombuffer(plan.samples, np.bool_)]
+            columns = (planned, drafted, unpack(result.counts))
             for most, verified, count in zip(*(column.tolist() for column in columns), strict=True):
-                if most:
-                    h.drafted.append(Drafted(verified, max(count - 1, 0)))
+                if most and count:  # a row without tokens was left out
+                    h.drafted.append(Drafted(verified, count - 1))
 
     def _applied(self, record: AppliedRecord, outcome: OutcomeRecord | None) -> None:
         key = (record.epoch, record.step_id)

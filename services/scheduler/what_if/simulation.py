@@ -33,7 +33,7 @@ from services.scheduler.membership.sizes import GroupError, fit
 from services.scheduler.recording.grammar import RecordedCompiler, RecordedGrammar
 from services.scheduler.recording.records import RecordingHeader
 from services.scheduler.what_if.cost import HostCost, StepCost, features_of, host_features
-from services.scheduler.what_if.history import History, RecordedRequest
+from services.scheduler.what_if.history import Drafted, History, RecordedRequest
 from services.scheduler.what_if.measurements import Measurements, RequestMeasurement
 
 
@@ -248,7 +248,7 @@ class WhatIf:
                 StepTimes(0.0, executed.prepared, executed.began, executed.end, executed.end),
                 embedding_slots=pack(pooling.astype(np.int32)),
                 embeddings=bytes(4 * len(pooling) * self._hidden_size),
-                drafted=pack(drafted) if plan.drafts else b"",
+                drafted=pack(drafted) if drafted.any() else b"",
                 draft_token_ids=bytes(4 * len(rows) * step.proposes) if plan.has_structured_output_requests else b"",
             )
         )
@@ -258,7 +258,7 @@ class WhatIf:
         """Return how many drafts of a row are verified, and how many of them are accepted."""
         chance, recorded = self._device.acceptance, self._history.drafted
         if chance is None:
-            drawn = self._rng.choice(recorded)
+            drawn = self._rng.choice(recorded or [Drafted(0, 0)])
             return min(drawn.verified, planned), min(drawn.accepted, planned)
         accepted = 0
         while accepted < planned and self._rng.random() < chance:

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from protocol.codec import pack, unpack
 from protocol.logprobs import Logprobs
@@ -265,6 +266,22 @@ def test_logprobs_of_tokens_cut_off_by_a_stop_string_are_dropped(
             kept.append(TOKENIZER.decode([token], show_special=True))
         text += TOKENIZER.decode([token], show_special=True)
     assert names == [TOKENIZER.decode([token], show_special=True) for token in asked] + kept
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_a_log_probability_that_is_no_number_fails_its_request_alone(
+    frontend: Frontend, scheduler: ScriptedScheduler, field: str
+) -> None:
+    def behave(request: GenerateRequest) -> list[RequestOutputs]:
+        at, token = (1, []) if field == "prompt_logprobs" else (2, [6])
+        undefined = rows(request.number, [(at, [6])], shift=float("nan"))
+        return [replace(tokens(request.number, token), logprobs=undefined), ended(request.number)]
+
+    scheduler.script(behave)
+    refused = frontend.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, field: 1})
+    assert (refused.status_code, "no number" in refused.text) == (500, True)
+    scheduler.script(answering("ok"))
+    assert frontend.post("/v1/completions", {"prompt": [5, 6], "logprobs": 1}).status_code == 200
 
 
 def test_a_token_without_its_log_probability_is_an_error(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

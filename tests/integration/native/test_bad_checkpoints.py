@@ -54,6 +54,7 @@ def refusal(path: Path, **options: Any) -> str:
         ({"vocab_size": None}, "'vocab_size' must be a whole number"),
         ({"intermediate_size": 96}, "mlp.gate_proj.weight is [104, 64], but config.json says [96, 64]"),
         ({"num_hidden_layers": 4}, "no tensor model.layers.3."),
+        ({"num_hidden_layers": 2}, "more layers than the 2 of config.json"),
         ({"tie_word_embeddings": False}, "no tensor lm_head.weight"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

@@ -100,7 +100,6 @@ def test_plan_with_a_negative_number_is_refused(name: str) -> None:
         (ProgressRows, RESULT, {"progress_slots": pack([4, 4]), "progress_frontiers": pack([1, 2])}, "a slot twice"),
         (EmbeddingRows, RESULT, {"embedding_slots": pack([-1]), "embeddings": bytes(8)}, "no embeddings"),
         (EmbeddingRows, RESULT, {"embeddings": bytes(8)}, "no embeddings of 0 slots"),
-        (LogprobRows, LOGPROBS, {"values": np.float32([np.nan]).tobytes()}, "NaN"),
         (LogprobRows, LOGPROBS, {"owners": pack([4, 5])}, "differ in length"),
         (LogprobRows, LOGPROBS, {"values": b""}, "differ in length"),
         (LogprobRows, LOGPROBS, {"positions": pack([-1])}, "negative"),

@@ -254,6 +254,16 @@ def test_a_recording_without_tokens_gives_each_request_all_of_its_tokens_and_blo
     assert all((len(r.tokens), len(r.blocks)) == (r.length, r.length // LIMITS.block_size) for r in requests)
 
 
+def test_steps_whose_drafter_finds_nothing_count_as_drafts_that_were_not_found(tmp_path: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
+    serve(SchedulerConfig.model_validate({**SETTINGS, "speculative_config": drafts}), known_device(0.0), tmp_path)
+    recording = EventRecording(tmp_path)
+    history = History.read(recording)
+    assert set(history.drafted) == {Drafted(0, 0)}
+    history.drafted.clear()  # as of a recording in which no draft paid; the model may try some
+    assert FittedModel(recording.header, history).factor == pytest.approx(1, rel=0.02)
+
+
 @pytest.mark.parametrize("has_tokens", [False, True])
 def test_a_malformed_request_is_left_out(has_tokens: bool, tmp_path: Path) -> None:
     head = replace(header(LIMITS, SchedulerConfig()), has_tokens=has_tokens)

@@ -88,7 +88,7 @@ class ShardLoader:
         own_heads, own_kv = (_scaled(s, c.head_dim) for s in (part.heads, part.kv_heads))
         order = head_order(c.ropes[number], c.head_dim)
         qkv = _parts(c.names.qkv, (heads, own_heads, order), (kv, own_kv, order), (kv, own_kv, None))
-        self._refuse_unread(at)
+        self._refuse_unread(number)
         norms = (at + name + ".weight" if name else "" for name in c.names[:4])
         experts = part.config.experts
         attention_in, attention_out, mlp_in, mlp_out = (self.norm(x) if x else None for x in norms)
@@ -192,9 +192,14 @@ class ShardLoader:
         alternate = self._whole.names.alternating and name.endswith("gate_up_proj")
         return torch.cat((rows[0::2], rows[1::2])) if alternate else rows
 
-    def _refuse_unread(self, at: str) -> None:
+    def _refuse_unread(self, layer: int) -> None:
         """Raises: LoadError, if the checkpoint has tensors that the configuration does not use."""
-        c = self._whole
+        c, at = self._whole, f"model.layers.{layer}."
+        if f"model.layers.{c.num_layers}.{c.names.qkv[0]}.weight" in self._checkpoint:
+            raise LoadError(
+                f"the checkpoint has more layers than the {c.num_layers} of config.json; "
+                "the files do not belong together"
+            )
         unread = [f"{name}.bias" for name in c.names.qkv if not c.qkv_bias]
         unread += [] if c.out_bias else ["self_attn.o_proj.bias"]
         unread += [] if c.mlp_bias or c.experts else [f"{name}.bias" for name in (*c.names.gate_up, c.names.down)]
