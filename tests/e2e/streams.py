@@ -27,7 +27,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength":
 TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters": CITY}}
 COMMAND = "import sys; from services.cli import main; sys.exit(main())"
 Fault = Callable[[], Awaitable[None]]
-KINDS = range(16) if os.environ.get("RUNAHEAD_SOAK") else (0, 1, 4, 5, 9, 10, 11, 12)
+KINDS = range(16) if os.environ.get("RUNAHEAD_SOAK") else (0, 3, 4, 5, 9, 10, 11, 12)
 """Numbers of the `bodies`. Per change a greedy and a sampled request of each kind, but a sampled one with n = 3."""
 
 
@@ -40,7 +40,7 @@ def bodies() -> list[dict[str, Any]]:
     for body in plain:
         body["extra_body"] = {"ignore_eos": True}
     for body in plain[0:4]:
-        body |= {"frequency_penalty": 0.5, "logprobs": 2}
+        body |= {"frequency_penalty": 2.0, "logprobs": 2}
     for body in plain[4:8]:
         body["extra_body"] = {"structured_outputs": {"json": SCHEMA}, "min_tokens": 30}
     for body in plain[8:10]:

@@ -19,9 +19,9 @@ LENGTH = 600
 PATIENT = """
 from services.scheduler.core import block_loads
 from services.worker.tiers import peers
-block_loads.LEAST_TIMEOUT = peers.PATIENCE = 30.0
+block_loads.LEAST_TIMEOUT = peers.PATIENCE = 10.0
 """
-"""A fetch is not given up because the machine is busy."""
+"""A fetch is not given up because the machine is busy. One from an engine that was killed waits as long."""
 
 
 def counted(server: ServeProcess, name: str, **labels: str) -> int:
