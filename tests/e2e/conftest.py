@@ -1,6 +1,7 @@
 import asyncio
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -12,6 +13,18 @@ from tests.waiting import PATIENCE, wait_until
 
 if TYPE_CHECKING:
     from openai import OpenAI
+
+LONGEST = [f"test_{name}.py" for name in ("roles", "engine_links", "engines", "many_ranks", "recovery", "poison")]
+"""Files that take longest, in this order."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first: one process runs all tests of a file, and the others would wait for a late one."""
+    places = [place for place, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    own = sorted((items[place] for place in places), key=lambda item: ranks.get(item.path.name, len(ranks)))
+    for place, item in zip(places, own, strict=True):
+        items[place] = item
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any
 
-from services.cli import supervisor
+from services.cli import child_process, supervisor
 from services.cli.supervisor import STOP_SIGNALS
 from tests.preloaded import ForkedProcess
 
@@ -22,6 +22,8 @@ CODE = "import sys; from tests.e2e.forked import main; sys.exit(main())"
 ENTRY_POINT = "services.cli.child"
 STOPPED_GRACE = "TEST_STOPPED_GRACE"
 """Environment variable with another value of the supervisor's constant, seconds."""
+FIRST_PAUSE = 0.1
+"""Seconds until the first restart of a service: tests wait for many restarts. Its start takes longer."""
 STARTED = subprocess.Popen
 """Services start their own child processes with it."""
 
@@ -75,5 +77,6 @@ def main() -> int:
     from services.cli import main as run_command
 
     subprocess.Popen = ForkedService  # type: ignore[misc,assignment]
+    child_process.FIRST_PAUSE = FIRST_PAUSE
     supervisor.STOPPED_GRACE = float(os.environ.get(STOPPED_GRACE, supervisor.STOPPED_GRACE))
     return run_command()

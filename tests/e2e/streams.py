@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -26,23 +27,31 @@ CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength":
 TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters": CITY}}
 COMMAND = "import sys; from services.cli import main; sys.exit(main())"
 Fault = Callable[[], Awaitable[None]]
+KINDS = range(16) if os.environ.get("RUNAHEAD_SOAK") else (0, 3, 4, 5, 9, 10, 11, 12)
+"""Numbers of the `bodies`. Per change a greedy and a sampled request of each kind, but a sampled one with n = 3."""
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Return sixteen requests with 20 answers: greedy and sampled ones, penalties, logprobs, grammars, n = 3."""
+    """Return eight requests with 10 answers, in the soak sixteen with 20: greedy and sampled ones, penalties, logprobs,
+    grammars, n = 3."""
     plain: list[dict[str, Any]] = [
         {"prompt": f"Number {i} is", "max_tokens": 120, "seed": i, "temperature": float(i % 2)} for i in range(16)
     ]
     for body in plain:
         body["extra_body"] = {"ignore_eos": True}
     for body in plain[0:4]:
-        body |= {"frequency_penalty": 0.5, "logprobs": 2}
+        body |= {"frequency_penalty": 2.0, "logprobs": 2}
     for body in plain[4:8]:
         body["extra_body"] = {"structured_outputs": {"json": SCHEMA}, "min_tokens": 30}
     for body in plain[8:10]:
         body |= {"n": 3, "max_tokens": 60}
     plain[10]["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
-    return plain
+    return [plain[number] for number in KINDS]
+
+
+def num_choices() -> int:
+    """Return the number of answers to the `bodies`."""
+    return sum(body.get("n", 1) for body in bodies())
 
 
 async def answers(

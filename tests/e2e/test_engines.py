@@ -60,7 +60,7 @@ def services_of(server: ServeProcess) -> list[str]:
     return [*server.services]
 
 
-OTHER_KINDS = 40
+OTHER_KINDS = 20
 
 
 async def other_answers(client: AsyncOpenAI, count: int = OTHER_KINDS) -> list[Any]:
@@ -178,7 +178,7 @@ async def test_streams_move_when_settings_change(pair: ServeProcess, undisturbed
             between.append(asyncio.create_task(text_and_error(client, "Between", 200)))
 
         for flags in (
-            "--tensor-parallel-size 2 --max-num-seqs 6",  # so that streams last until the next change
+            "--tensor-parallel-size 2 --max-num-seqs 3",  # so that streams last until the next change
             "--tensor-parallel-size 1 --pipeline-parallel-size 2 --drain-timeout 0",  # ends only what cannot move
             "--pipeline-parallel-size 1 --batching-policy balanced --batch-queue-depth 3",
         ):

@@ -28,6 +28,8 @@ from tests.e2e.streams import (
 from tests.examples.install import register
 
 SIM = ("--backend", "sim", "--sim-step-ms", "20", "--scheduler-timeout-seconds", "2")
+SHORT_GRACE = "from services.worker import result_sender; result_sender.ABORT_GRACE = 2.0"
+"""A worker whose step never ends exits sooner."""
 FAULTY = 7
 """Token of the prompt that makes the fault."""
 POLICY = f'''
@@ -68,7 +70,7 @@ async def test_streams_continue_when_a_step_never_ends(undisturbed_sim: list[Any
     """In the thread that computes, and with the interpreter's lock, so that heartbeats end too. The worker is
     replaced; the client of the request that did it has left by then."""
     arguments = ("--sim-fault-token", str(FAULTY), "--sim-fault", fault, "--step-timeout-seconds", "1")
-    with serving(*SIM, *arguments) as server:
+    with serving(*SIM, *arguments, patch=SHORT_GRACE) as server:
         async with server.async_client() as client:
             model = (await client.models.list()).data[0].id
 

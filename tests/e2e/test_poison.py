@@ -15,7 +15,8 @@ from tests.e2e.streams import answers, text_and_error
 from tests.examples.install import register
 
 POISON = 7
-LAYOUT = (*SIM, "--max-num-seqs", "16")
+LAYOUT = (*SIM, "--max-num-seqs", "8")
+"""Fewer than the answers of `streams.bodies`."""
 POLICY = f'''
 import os
 from services.scheduler.policies import ChunkedPolicy

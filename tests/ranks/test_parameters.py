@@ -91,12 +91,12 @@ TokensAndLogprobs = tuple[list[int], Logprobs]
 Answers = dict[int, TokensAndLogprobs]
 
 
-def generate(client: FrontendConnection, number: int, plain: bool = False) -> None:
-    """Send request `number` of REQUESTS; `plain`: without its parameters."""
+def generate(client: FrontendConnection, number: int) -> None:
+    """Send request `number` of REQUESTS."""
     name, copy = REQUESTS[number]
     rng = random.Random(copy)
     prompt = [rng.randrange(300, 4000) for _ in range(20 + 25 * copy)]
-    parameters = {} if plain else dict(PARAMETERS[name])
+    parameters = dict(PARAMETERS[name])
     structured = parameters.pop("structured", None)
     eos = EOS if structured is not None else ()
     sampling = {"temperature": 0.8 * (copy % 2), "seed": copy, "eos_token_ids": eos}
@@ -111,7 +111,7 @@ def worker(weights: str) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def alone_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers]:
     """Return a function of the weights that returns each request's answer alone on one rank at depth one, with its
-    prompt in one chunk; for plain weights also its answer without parameters as number + len(REQUESTS)."""
+    prompt in one chunk."""
     scheduler = {"batch_queue_depth": 1, "max_model_len": 256, "enable_prefix_caching": False}
     made: dict[str, Answers] = {}
 
@@ -121,12 +121,11 @@ def alone_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answ
         with engine(tmp_path_factory.mktemp("alone"), scheduler, worker(weights)) as running:
             client = running.connect()
             answers = made[weights] = {}
-            for plain in (False, True) if weights == "plain" else (False,):
-                for number in range(len(REQUESTS)):
-                    generate(client, number, plain)
-                    client.wait_finished(number)
-                    assert client.finished.pop(number).reason in (FinishReason.STOP, FinishReason.LENGTH)
-                    answers[number + plain * len(REQUESTS)] = client.tokens[number], client.logprobs[number]
+            for number in range(len(REQUESTS)):
+                generate(client, number)
+                client.wait_finished(number)
+                assert client.finished.pop(number).reason in (FinishReason.STOP, FinishReason.LENGTH)
+                answers[number] = client.tokens[number], client.logprobs[number]
         return answers
 
     return make
@@ -188,8 +187,9 @@ def test_requests_of_a_batch_get_the_answers_that_they_get_alone(
 
 
 def test_every_parameter_visibly_changes_the_output(alone: Answers) -> None:
+    """Requests of one copy differ in their parameters alone."""
     for number, (name, copy) in enumerate(REQUESTS):
-        (tokens, logprobs), (plain, none) = alone[number], alone[number + len(REQUESTS)]
+        (tokens, logprobs), (plain, none) = alone[number], alone[REQUESTS.index(("nothing", copy))]
         assert not none
         assert bool(logprobs) == ("logprobs" in name)
         if name in ("nothing", "logprobs", "prompt logprobs"):
