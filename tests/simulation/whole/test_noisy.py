@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.whole.seeds import run_seeds
 
-SEEDS, CHUNK = 200, 50
+SEEDS, CHUNK = 120, 40
 MUST_HAPPEN = [
     "frames lost",
     "frames repeated",

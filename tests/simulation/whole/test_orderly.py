@@ -2,7 +2,7 @@
 
 `play` checks each run: every answer equals that of a run without faults, nothing is left when it is quiet, weights are
 not read again, older incarnations have no effect, and requests are served after the faults. Orderly runs have even
-seeds, noisy ones (test_noisy.py) odd ones; both files together are 200 seeds.
+seeds, noisy ones (test_noisy.py) odd ones; both files together are 120 seeds.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.whole.faults import play
 from tests.simulation.whole.seeds import run_seeds
 
-SEEDS, CHUNK = 200, 50
+SEEDS, CHUNK = 120, 40
 MUST_HAPPEN = [
     "workers killed",
     "schedulers killed",
