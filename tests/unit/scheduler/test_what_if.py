@@ -203,7 +203,7 @@ def serve(
 ) -> Measurements:
     """Serve `arrivals` by known costs. `directory`: the run is recorded there, with or without tokens."""
     head = replace(header(LIMITS, config), has_tokens=has_tokens)
-    what_if = WhatIf(head, config, limits_for(head, config), arrivals(80), device)
+    what_if = WhatIf(head, config, limits_for(head, config), arrivals(120), device)
     if directory is None:
         return what_if.run()
     recorder = FlightRecorder(head, SegmentWriter(directory, lambda _: head, 1 << 30))
@@ -250,7 +250,7 @@ def test_a_recording_without_tokens_gives_each_request_all_of_its_tokens_and_blo
     """None of these ends it, also not behind its last full block."""
     serve(SchedulerConfig.model_validate(SETTINGS), known_device(0.0), tmp_path, has_tokens=False)
     requests = History.read(EventRecording(tmp_path)).requests
-    assert [request.length for request in requests] == [request.length for request in arrivals(80).requests]
+    assert [request.length for request in requests] == [request.length for request in arrivals(120).requests]
     assert all((len(r.tokens), len(r.blocks)) == (r.length, r.length // LIMITS.block_size) for r in requests)
 
 
