@@ -146,15 +146,15 @@ def fingerprint(world: World, done: frozenset[str]) -> tuple[object, ...]:
     )
 
 
-PER_CHANGE = "kv pressure"
-"""The case that runs at every depth per change. Depth three multiplies the orders, and those of depth one are few."""
+PER_CHANGE = {(name, 2) for name in CASES} | {("kv pressure", 1)}
+"""Depth three multiplies the orders, and those of depth one are few."""
 
 
 @pytest.mark.parametrize(
     ("name", "depth"),
     [
         pytest.param(
-            name, depth + case.limits.stages - 1, marks=() if depth == 2 or name == PER_CHANGE else (pytest.mark.soak,)
+            name, depth + case.limits.stages - 1, marks=() if (name, depth) in PER_CHANGE else (pytest.mark.soak,)
         )
         for name, case in CASES.items()
         for depth in (1, 2, 3)
