@@ -17,7 +17,7 @@ from tests.simulation.rigid import RigidWorld, limits, play
 from tests.simulation.world import params
 
 SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
-SEEDS, CHUNK = (320, 40) if SOAK else (30, 30)
+SEEDS, CHUNK = (320, 40) if SOAK else (26, 26)
 SHAPES = ((1, 1), (1, 2), (1, 3), (2, 3), (4, 5))
 """(stages, depth)"""
 

@@ -118,7 +118,7 @@ def test_a_recording_replays_with_the_same_decisions(
     tmp_path: Path, depth: int, speculates: bool, has_tokens: bool
 ) -> None:
     num_plans, happened = 0, set[type]()
-    for seed in range(12):
+    for seed in range(8):
         load = draw(seed, speculates)
         if depth not in load.depths:
             continue
@@ -142,7 +142,7 @@ def test_a_recording_without_its_beginning_replays_from_each_restart(
 ) -> None:
     num_restarts = num_plans = late_masks = 0
     happened: set[type] = set()
-    for seed in range(24):
+    for seed in range(16):
         load = draw(seed, speculates)
         if 2 not in load.depths:
             continue

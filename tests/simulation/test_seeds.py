@@ -9,7 +9,7 @@ from tests.simulation.driver import play, play_peers
 from tests.simulation.workload import draw
 
 SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
-SEEDS, CHUNK = (100_000, 1_000) if SOAK else (90, 90)
+SEEDS, CHUNK = (100_000, 1_000) if SOAK else (66, 66)
 
 MUST_HAPPEN = [
     "preemptions", "displacements", "stale deliveries", "stops while preempted", "prefix hits", "chunked prefills",

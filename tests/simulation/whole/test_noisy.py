@@ -9,7 +9,9 @@ import pytest
 
 from tests.simulation.whole.seeds import run_seeds
 
-SEEDS, CHUNK = 200, 50
+SEEDS = (*range(1, 60, 2), 131, 153, 195)
+"""The last ones are chosen: each event below happens in three seeds, or in as many as of the first 200."""
+CHUNK = 11
 MUST_HAPPEN = [
     "frames lost",
     "frames repeated",
@@ -34,12 +36,12 @@ def happened() -> Counter[str]:
     return Counter()
 
 
-@pytest.mark.parametrize("first", range(1, SEEDS, CHUNK))
+@pytest.mark.parametrize("first", range(0, len(SEEDS), CHUNK))
 def test_any_noise_ends_each_stream_with_its_answer_or_one_error(first: int, happened: Counter[str]) -> None:
-    happened.update(run_seeds(range(first, first + CHUNK, 2)))
+    happened.update(run_seeds(SEEDS[first : first + CHUNK]))
 
 
 def test_every_fault_has_happened(happened: Counter[str]) -> None:
-    if sum(count for name, count in happened.items() if name.startswith("requests ")) < SEEDS:
+    if sum(count for name, count in happened.items() if name.startswith("requests ")) < 2 * len(SEEDS):
         pytest.skip("not all seeds have run")
     assert [name for name in MUST_HAPPEN if not happened[name]] == []
