@@ -186,8 +186,8 @@ class RequestLedger:
     def entry(self, number: int) -> LedgerEntry | None:
         return self._entries.get(number)
 
-    def with_key(self, key: int) -> LedgerEntry:
-        return self._by_key[key]
+    def with_key(self, key: int) -> LedgerEntry | None:
+        return self._by_key.get(key)
 
     def open(self, stream: RequestStream, request: GenerateRequest, now: float, identity: str = "") -> LedgerEntry:
         """Keep a request, which nobody owns. If its stream has output, it goes on from there.

@@ -106,7 +106,8 @@ class Owners:
                 engine.submit_open()
 
     def _move(self, move: Move) -> None:
-        entry = self._ledger.with_key(move.key)
+        if (entry := self._ledger.with_key(move.key)) is None:
+            return
         source, number = self._engines.get(move.source), entry.request.number
         if source is not None:
             source.abort([number])
@@ -142,8 +143,10 @@ class Owners:
 
     def _load_ahead(self, ahead: LoadAhead) -> None:
         """Let an engine fetch the blocks of a prompt that are complete, before its stream moves there."""
-        entry, target = self._ledger.with_key(ahead.key), self._engines[ahead.target]
-        if entry.only_prompt and (peers := self._kv_peers(entry.engine)):
+        entry, target = self._ledger.with_key(ahead.key), self._engines.get(ahead.target)
+        if entry is None or not entry.only_prompt or target is None:
+            return
+        if peers := self._kv_peers(entry.engine):
             tokens = entry.request.token_ids[: ahead.num_tokens * TOKEN_BYTES]
             names = names_of(entry.request.salt, tokens, target.state.block_size)
             message = ControlCache(0, CacheAction.LOAD, names=b"".join(names), kv_peers=peers)
