@@ -46,7 +46,7 @@ class StageEngine(PlannedBatch):
         ranks = Ranks(assignment).join()
         part = ModelPart.from_shard(shape, Shard())
         with torch.inference_mode():
-            checkpoint = RandomCheckpoint(kernels.device.where)
+            checkpoint = RandomCheckpoint(kernels.device.where, shape.num_layers)
             self.model = Model(part, checkpoint, dtype, kernels, lambda *_: None)
             target = TargetModel(lookup, self.model, Path(), checkpoint, BLOCK_SIZE, context)
             drafter = ngram_drafter(target) if drafts else None

@@ -69,7 +69,7 @@ def _bare_stages(target: MeasuredDevice) -> dict[str, float]:
 def write_checkpoint(directory: Path, shape: ModelConfig, dtype: torch.dtype) -> None:
     """Write random weights in Hugging Face format, one file per layer."""
     directory.mkdir(parents=True, exist_ok=True)
-    checkpoint = RandomCheckpoint(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    checkpoint = RandomCheckpoint(torch.device("cuda" if torch.cuda.is_available() else "cpu"), shape.num_layers)
     rope = shape.ropes[0]
     assert rope is not None
     config = config_json(

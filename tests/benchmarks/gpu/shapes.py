@@ -62,6 +62,7 @@ class RandomCheckpoint:
     """`Checkpoint` whose tensors are random, on the device."""
 
     where: torch.device
+    num_layers: int
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut = ()) -> torch.Tensor:
         sizes = [len(range(size)[part]) for size, part in zip(shape, cut, strict=False)]
@@ -77,7 +78,8 @@ class RandomCheckpoint:
         raise KeyError(name)
 
     def __contains__(self, name: str) -> bool:
-        return not any(part in name for part in ("bias", "q_norm", "k_norm", "sinks", "lm_head"))
+        no_layer = f"model.layers.{self.num_layers}."
+        return not any(part in name for part in ("bias", "q_norm", "k_norm", "sinks", "lm_head", no_layer))
 
     def digest(self, config: bytes) -> str:
         return "random"
