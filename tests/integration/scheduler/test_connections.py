@@ -35,20 +35,24 @@ class DrivenConnections:
         self.received += self.connections.receive()
         self.gone += self.connections.take_gone()
 
+    def next_frame(self, client: Client) -> bytes:
+        """Wait for a frame to a client."""
+        frames: list[bytes] = []
+
+        def came() -> bool:
+            self.pump()
+            frames.extend(frame for frame in [client.receive_now()] if frame is not None)
+            return bool(frames)
+
+        until(came)
+        return frames[0]
+
 
 class Frontends(DrivenConnections):
     def connect(self) -> Client:
         client = Client(self.endpoint)
         client.send_hello("frontend", "test")
-        answer: list[bytes] = []
-
-        def answered() -> bool:
-            self.pump()
-            answer.extend(frame for frame in [client.receive_now()] if frame is not None)
-            return bool(answer)
-
-        until(answered)
-        client.check_welcome(answer[0])
+        client.check_welcome(self.next_frame(client))
         return client
 
     def has_lost(self, *numbers: int) -> bool:
@@ -119,9 +123,7 @@ def test_a_state_carries_the_lease_and_the_answer_to_the_last_sign_of_life(front
     frontends.connections.send_state_to_all(replace(STATE, round_trips=RoundTrips(0, [0.5])))
     decoder: Decoder[EngineState] = Decoder(EngineState)
     for client, lease, sign in ((clients[0], 1, 0), (clients[1], 2, 5)):
-        frames: list[bytes] = []
-        until(lambda c=client, f=frames: (f.extend(filter(None, [c.receive_now()])), bool(f))[1])  # type: ignore[misc]
-        state = decoder.decode(frames[0])
+        state = decoder.decode(frontends.next_frame(client))
         assert (state.lease, state.round_trips) == (lease, RoundTrips(sign, [0.5]))
         client.close()
 
@@ -152,15 +154,8 @@ class Workers(DrivenConnections):
         clients = Client(self.endpoint), Client(self.endpoint)
         for client, role in zip(clients, ("worker", "worker-results"), strict=True):
             client.send_hello(role, name)
-            until(lambda c=client: (self.pump(), self.is_welcome(c))[1])  # type: ignore[misc]
+            client.check_welcome(self.next_frame(client))
         return clients
-
-    @staticmethod
-    def is_welcome(client: Client) -> bool:
-        frame = client.receive_now()
-        if frame is not None:
-            client.check_welcome(frame)
-        return frame is not None
 
     def register(self, name: str) -> tuple[bytes, tuple[Client, Client]]:
         """A worker's identity and its connections, both of which it has used."""
@@ -276,11 +271,7 @@ def test_signs_of_life_measure_the_clock_of_a_rank(workers: Workers) -> None:
     spare, others = workers.register("host:2")
     decoder: Decoder[Ping] = Decoder(Ping)
     workers.connections.beat(7, [rank])
-    pings = []
-    for client in (*clients, others[1]):
-        frames: list[bytes] = []
-        until(lambda c=client, f=frames: (f.extend(filter(None, [c.receive_now()])), bool(f))[1])  # type: ignore[misc]
-        pings.append(decoder.decode(frames[0]))
+    pings = [decoder.decode(workers.next_frame(client)) for client in (*clients, others[1])]
     assert [ping.number for ping in pings] == [7, 7, 7]
     assert others[0].receive_now() is None
     sent = pings[0].sent
@@ -298,7 +289,7 @@ def test_connections_for_results_whose_worker_was_lost_are_ignored(workers: Work
     for _ in range(2):
         orphans.append(client := Client(workers.endpoint))
         client.send_hello("worker-results", "host:1")
-        until(lambda c=client: (workers.pump(), workers.is_welcome(c))[1])  # type: ignore[misc]
+        client.check_welcome(workers.next_frame(client))
         client.send(Heartbeat(0, 0))
     worker, clients = workers.register("host:1")
     assert {sender for sender, _ in workers.received} == {worker}

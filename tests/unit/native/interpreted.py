@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
-from triton.language import core
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from services.worker.device.interface import ComputeDevice
@@ -39,43 +37,6 @@ if triton.knobs.runtime.interpret:
         return numpy_types[kind.name]
 
     interpreter._get_np_dtype = numpy_type  # noqa: SLF001
-    # It makes and checks a type for each value, and asks four times whether a number is a constant.
-    make_type, make_tensor, unwrap, broadcast = (
-        *(tl.block_type.__init__, tl.tensor.__init__, core._unwrap_if_constexpr),  # noqa: SLF001
-        TritonSemantic.broadcast_impl_value,
-    )
-    unwrapped, types = (list, tuple, tl.tuple), dict[object, dict[str, Any]]()
-
-    def unwrap_constant(value: Any) -> Any:
-        if isinstance(value, tl.constexpr):
-            return value.value
-        return unwrap(value) if isinstance(value, unwrapped) else value
-
-    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        key = element_ty.name, *map(unwrap_constant, shape)
-        if key not in types:
-            make_type(self, element_ty, shape)
-            types[key] = dict(vars(self))
-        vars(self).update(types[key])
-
-    def tensor(self: Any, handle: Any, kind: Any) -> None:
-        known = vars(kind).get("of_tensors")
-        if known is None:
-            make_tensor(self, handle, kind)
-            known = kind.of_tensors = {name: value for name, value in vars(self).items() if name != "handle"}
-            if kind.is_block():
-                types[kind.element_ty.name, *kind.shape]["of_tensors"] = known
-        vars(self).update(known, handle=handle)
-
-    def broadcast_values(self: Any, left: Any, right: Any) -> Any:
-        one, two = left.type, right.type
-        if one.is_block() and two.is_block() and one.shape.values == two.shape.values:
-            return left, right
-        return broadcast(self, left, right)
-
-    core._unwrap_if_constexpr = unwrap_constant  # noqa: SLF001
-    tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
-    TritonSemantic.broadcast_impl_value = broadcast_values
 
 
 class CopyingDevice(ComputeDevice):
