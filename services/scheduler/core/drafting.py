@@ -182,16 +182,16 @@ class StepSeconds:
     def pass_time(self, seconds: float, steps: int) -> None:
         self._age += _age(seconds, steps, _MEMORY["machine"])
 
-    def add(
+    def observe(
         self, num_rows: int, drafted: int, proposes: int, reads: bool, prompt_tokens: int, seconds: float, learns: bool
     ) -> float:
-        """Return the seconds of a step without those of another delay.
+        """Return the seconds of a step without those of another delay, and learn from it if it `learns`.
 
         Args:
             drafted: verified drafts.
             reads: a drafter with a state of its own got its input.
             prompt_tokens: positions beyond one of each row and its drafts.
-            learns: learn from it.
+            learns: it verifies the number that it proposes.
         """
         tokens, offered = float(num_rows + drafted), float(num_rows * proposes)
         features = (1.0, tokens, float(proposes), offered, float(prompt_tokens), float(reads))
@@ -355,7 +355,7 @@ class AdaptiveDrafting:
         prompt_tokens = step.num_tokens - num_rows - (total(planned) if most else 0)
         num_drafted, reads = total(drafted) if most else 0, self._lead > 0 and not step.rests
         learns = most == step.proposes  # others verify and propose different numbers
-        seconds = self._seconds.add(num_rows, num_drafted, step.proposes, reads, prompt_tokens, seconds, learns)
+        seconds = self._seconds.observe(num_rows, num_drafted, step.proposes, reads, prompt_tokens, seconds, learns)
         if not prompt_tokens and (step.is_trial or not step.rests):
             self._credit += _TRIALS * seconds
             if step.is_trial and self._rate:

@@ -203,7 +203,7 @@ def test_a_slower_machine_is_expected_at_every_load() -> None:
     for loads, seconds in (((2, 4, 7), 0.001), ((2, 7), 0.0015)):
         for at in range(200):
             known.pass_time(0.05, 1)
-            known.add(loads[at % len(loads)], 0, 0, False, 0, seconds, True)
+            known.observe(loads[at % len(loads)], 0, 0, False, 0, seconds, True)
     assert known.expected(4, [1.0, 1.0])[0] == pytest.approx(0.0015, rel=0.05)
 
 

@@ -88,7 +88,7 @@ class ShardLoader:
         own_heads, own_kv = (_scaled(s, c.head_dim) for s in (part.heads, part.kv_heads))
         order = head_order(c.ropes[number], c.head_dim)
         qkv = _parts(c.names.qkv, (heads, own_heads, order), (kv, own_kv, order), (kv, own_kv, None))
-        self._refuse_unread(number)
+        self._refuse_unread(at)
         norms = (at + name + ".weight" if name else "" for name in c.names[:4])
         experts = part.config.experts
         attention_in, attention_out, mlp_in, mlp_out = (self.norm(x) if x else None for x in norms)
@@ -192,9 +192,9 @@ class ShardLoader:
         alternate = self._whole.names.alternating and name.endswith("gate_up_proj")
         return torch.cat((rows[0::2], rows[1::2])) if alternate else rows
 
-    def _refuse_unread(self, layer: int) -> None:
+    def _refuse_unread(self, at: str) -> None:
         """Raises: LoadError, if the checkpoint has tensors that the configuration does not use."""
-        c, at = self._whole, f"model.layers.{layer}."
+        c = self._whole
         if f"model.layers.{c.num_layers}.{c.names.qkv[0]}.weight" in self._checkpoint:
             raise LoadError(
                 f"the checkpoint has more layers than the {c.num_layers} of config.json; "
